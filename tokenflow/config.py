@@ -1,0 +1,168 @@
+"""One configuration, named once.
+
+`ServingConfig` is the whole of it: the parameters of config.pbtxt, the flags of `tokenflow serve`
+and the engine process all speak these names. Names that tensorrtllm_backend already has are kept.
+A key that is not a field, or a value out of range, is a ConfigError that names it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from tokenflow.errors import ConfigError
+from tokenflow.executor.api import (
+    CapacitySchedulerPolicy,
+    ExecutorConfig,
+    KvCacheConfig,
+    SchedulerConfig,
+)
+
+_BATCH_POLICIES = {
+    "guaranteed_no_evict": CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
+    "max_utilization": CapacitySchedulerPolicy.MAX_UTILIZATION,
+}
+
+
+def _field(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    low: float | None = None,
+    high: float | None = None,
+) -> Any:
+    return dataclasses.field(
+        default=default, metadata={"help": help, "choices": choices, "low": low, "high": high}
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingConfig:
+    """Everything that can be set. Field metadata holds help, choices and bounds."""
+
+    # engine
+    engine: str = _field(
+        "inflight", "engine behind the executor surface", choices=("inflight", "scripted")
+    )
+    gpt_model_path: str = _field("", "Hugging Face checkpoint folder that the engine loads")
+    tokenizer_dir: str = _field("", "folder with tokenizer.json (default: gpt_model_path)")
+    dtype: str = _field("bfloat16", "weights and KV", choices=("bfloat16", "float32"))
+    device: str = _field("cpu", "where the model runs", choices=("cpu", "cuda"))
+    num_threads: int = _field(0, "threads of the model on a CPU (0 = all cores)", low=0, high=1024)
+    engine_process: bool = _field(True, "run the engine in a process of its own")
+    scripted_step_s: float = _field(0.0, "scripted engine: seconds of one step", low=0, high=60)
+    # engine limits
+    max_batch_size: int = _field(8, "sequences in a batch", low=1, high=4096)
+    max_num_tokens: int = _field(512, "tokens computed in one iteration", low=16, high=1 << 20)
+    max_seq_len: int = _field(2048, "prompt and output of one request, tokens", low=2, high=1 << 24)
+    tokens_per_block: int = _field(32, "tokens in a KV block", low=1, high=1024)
+    max_tokens_in_paged_kv_cache: int = _field(8192, "device KV pool, tokens", low=2, high=1 << 30)
+    batch_scheduler_policy: str = _field(
+        "guaranteed_no_evict", "block reservation of the engine", choices=tuple(_BATCH_POLICIES)
+    )
+    enable_kv_cache_reuse: bool = _field(True, "keep KV blocks for reuse (a pause relies on it)")
+    enable_chunked_context: bool = _field(True, "prefill long prompts in chunks")
+    # scheduling
+    scheduling_policy: str = _field(
+        "tokenflow", "who runs, who is paused", choices=("tokenflow", "fcfs-reserve")
+    )
+    default_read_rate: float = _field(
+        6.0, "tokens/s of a reader that declares no read_rate", low=0.01, high=10_000
+    )
+    slack_margin_s: float = _field(0.5, "safety margin of slack in seconds", low=0, high=60)
+    conservativeness: float = _field(
+        1.5, "multiple of a pause's round trip that slack must cover", low=1, high=100
+    )
+    plan_interval_s: float = _field(0.05, "time between two plans", low=0.001, high=10)
+    min_quantum_s: float = _field(
+        0.5, "time a stream runs at least between two pauses", low=0, high=60
+    )
+    max_queue_size: int = _field(256, "requests that may wait for their start", low=1, high=1 << 20)
+    max_queue_delay_s: float = _field(
+        60.0, "longest wait for a start before 'overloaded'", low=0.01, high=86_400
+    )
+    # server
+    exclude_input_in_output: bool = _field(
+        True, "non-streaming answers leave the prompt out unless the request says otherwise"
+    )
+    cancellation_check_period_ms: int = _field(
+        100, "time between two looks for clients that left", low=1, high=60_000
+    )
+    stats_check_period_ms: int = _field(100, "time between metric updates", low=1, high=60_000)
+    trace_path: str = _field("", "file that gets one JSON line per scheduling event ('' = none)")
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            value, meta = getattr(self, f.name), f.metadata
+            if meta["choices"] and value not in meta["choices"]:
+                raise ConfigError(f.name, f"must be one of {meta['choices']}, got {value!r}")
+            low, high = meta["low"], meta["high"]
+            if low is not None and not low <= value <= high:
+                raise ConfigError(f.name, f"must be in [{low}, {high}], got {value!r}")
+        if self.max_tokens_in_paged_kv_cache < self.tokens_per_block:
+            raise ConfigError(
+                "max_tokens_in_paged_kv_cache",
+                f"holds no block of {self.tokens_per_block} tokens",
+            )
+
+    def executor_config(self) -> ExecutorConfig:
+        """The engine's part, in TensorRT-LLM's terms."""
+        return ExecutorConfig(
+            scheduler_config=SchedulerConfig(
+                capacity_scheduler_policy=_BATCH_POLICIES[self.batch_scheduler_policy]
+            ),
+            kv_cache_config=KvCacheConfig(
+                enable_block_reuse=self.enable_kv_cache_reuse,
+                max_tokens=self.max_tokens_in_paged_kv_cache,
+            ),
+            enable_chunked_context=self.enable_chunked_context,
+            max_batch_size=self.max_batch_size,
+            max_num_tokens=self.max_num_tokens,
+            tokens_per_block=self.tokens_per_block,
+            max_seq_len=self.max_seq_len,
+        )
+
+
+def parse_parameters(parameters: Mapping[str, str]) -> ServingConfig:
+    """Build a config from strings (config.pbtxt parameters, flags, environment of the engine).
+
+    An empty value or an unfilled `${...}` placeholder means the default, as in
+    tensorrtllm_backend. Raises ConfigError naming the key for anything unknown or malformed.
+    """
+    kinds = get_type_hints(ServingConfig)
+    values: dict[str, Any] = {}
+    for key, text in parameters.items():
+        if key not in kinds:
+            raise ConfigError(key, "unknown parameter")
+        if text == "" or text.startswith("${"):
+            continue
+        values[key] = _parse(key, text, kinds[key])
+    return ServingConfig(**values)
+
+
+def format_parameters(config: ServingConfig) -> dict[str, str]:
+    """The strings that `parse_parameters` turns back into the same config."""
+    result: dict[str, str] = {}
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        result[f.name] = str(value).lower() if isinstance(value, bool) else str(value)
+    return result
+
+
+def _parse(key: str, text: str, kind: Any) -> Any:
+    if kind is bool:
+        lowered = text.strip().lower()
+        if lowered in ("true", "1"):
+            return True
+        if lowered in ("false", "0"):
+            return False
+        raise ConfigError(key, f"must be true or false, got {text!r}")
+    if kind is str:
+        return text
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(key, f"must be a {kind.__name__}, got {text!r}") from None

@@ -1,0 +1,232 @@
+"""Values that cross module borders: requests, session states, snapshots, decisions, events.
+
+All are immutable. Instants are float seconds on CLOCK_MONOTONIC and end in `_time`; durations end
+in `_s`. Nothing here reads a clock or holds a reference to an engine.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenflow.executor.api import (
+    CapacitySchedulerPolicy,
+    FinishReason,
+    OutputConfig,
+    SamplingConfig,
+)
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+class SessionState(enum.IntEnum):
+    """Life of a request above the engine.
+
+    WAITING → PREFILLING → RUNNING → PAUSING → PREEMPTED → RESUMING → RUNNING … → FINISHED, and
+    CANCELLING from any state that the engine knows. PAUSING may end FINISHED: the request ended by
+    itself in the step in flight.
+    """
+
+    WAITING = 0
+    PREFILLING = 1
+    RUNNING = 2
+    PAUSING = 3
+    PREEMPTED = 4
+    RESUMING = 5
+    CANCELLING = 6
+    FINISHED = 7
+
+
+class EndReason(enum.Enum):
+    """Why a client's stream ended; `value` is the finish reason that clients see."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One client request, validated.
+
+    input_token_ids: the prompt, at least one token.
+    max_tokens: tokens to generate at most (>= 1), over all pauses.
+    read_rate: tokens/s that the client reads; None = nobody reads along (a machine, or
+        stream=false), so it can never stall.
+    priority: [0, 1], higher is more urgent, 0.5 by default.
+    streaming: deliver tokens as they come; False = one response at the end.
+    pausable: False for kinds that cannot be resumed faithfully (preemption.py says which).
+    """
+
+    request_id: str
+    input_token_ids: tuple[int, ...]
+    max_tokens: int
+    arrival_time: float
+    sampling_config: SamplingConfig = field(default_factory=SamplingConfig)
+    output_config: OutputConfig = field(default_factory=OutputConfig)
+    end_id: int | None = None
+    stop_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    read_rate: float | None = None
+    priority: float = 0.5
+    streaming: bool = True
+    pausable: bool = True
+    cache_salt_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEvent:
+    """What the runtime tells the sender about one request.
+
+    handle: the runtime's key of the request (unique; request_id is the client's and may repeat).
+    token_ids/log_probs: new tokens, in order, each exactly once over the request's life.
+    end: set on the last event of a request, exactly once; error: the message when end is ERROR.
+    """
+
+    handle: int
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()
+    time: float = 0.0
+    end: EndReason | None = None
+    error: str | None = None
+    retryable: bool = False
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Counts of a whole request, whatever was paused or recomputed in between."""
+
+    num_input_tokens: int
+    num_output_tokens: int
+    cum_log_prob: float = 0.0
+    num_pauses: int = 0
+    paused_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostEstimate:
+    """What the engine's work costs now, learned online (costs.py); never constants in code.
+
+    A step computes `step_base_s + step_per_sequence_s * batch + step_per_context_token_s *
+    context_tokens + num_prefill_tokens / prefill_tokens_per_s` seconds.
+    pause_s: measured round trip of a pause, from cancel to the final response.
+    resume_s: measured time from enqueue to the first token of a resume whose KV was kept.
+    plan_interval_s: time between two plans.
+    """
+
+    prefill_tokens_per_s: float
+    step_base_s: float
+    step_per_sequence_s: float
+    step_per_context_token_s: float
+    pause_s: float
+    resume_s: float
+    plan_interval_s: float
+
+    def step_s(self, num_sequences: int, num_context_tokens: float) -> float:
+        """Seconds of a decode step of `num_sequences` that read `num_context_tokens` of KV."""
+        return (
+            self.step_base_s
+            + self.step_per_sequence_s * num_sequences
+            + self.step_per_context_token_s * num_context_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionColumns:
+    """The planner's view of every unfinished session, one row each, in order of arrival.
+
+    slot: identity that a Decision refers to.
+    state: SessionState values.
+    wait_since_time: since when it waits (arrival, or the pause); undefined while running.
+    running_since_time: since when it has been in the engine; undefined while it is not.
+    slack_s: seconds until its reader runs dry; NaN before the first token, +inf without a reader.
+    read_rate: tokens/s; the reference rate for sessions without a reader.
+    num_blocks_held: device blocks that it alone references and a pause would free (0 outside the
+        engine).
+    num_blocks_needed: blocks that the engine must have obtainable to start or resume it (the
+        reservation, in GUARANTEED_NO_EVICT); for a session in the engine, what it occupies of the
+        budget now.
+    num_blocks_final: blocks at its full length.
+    num_resume_tokens: tokens a resume would compute, given what is still cached (1 = all kept);
+        the prompt for a session that waits.
+    """
+
+    slot: IntArray
+    state: IntArray
+    arrival_time: FloatArray
+    wait_since_time: FloatArray
+    running_since_time: FloatArray
+    slack_s: FloatArray
+    read_rate: FloatArray
+    has_reader: BoolArray
+    started: BoolArray
+    pausable: BoolArray
+    priority: FloatArray
+    num_prompt_tokens: IntArray
+    num_generated: IntArray
+    max_tokens: IntArray
+    num_blocks_held: IntArray
+    num_blocks_needed: IntArray
+    num_blocks_final: IntArray
+    num_resume_tokens: IntArray
+    num_pauses: IntArray
+
+    def __len__(self) -> int:
+        return len(self.slot)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvView:
+    """The engine's room. num_free_blocks: blocks obtainable now (unreferenced, cached included),
+    not counting what PAUSING sessions are about to give back."""
+
+    capacity_policy: CapacitySchedulerPolicy
+    tokens_per_block: int
+    num_total_blocks: int
+    num_free_blocks: int
+    max_batch_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Everything `plan` may look at."""
+
+    now: float
+    sessions: SessionColumns
+    kv: KvView
+    costs: CostEstimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What to do now, as slots, in the order to apply: pause first, then resume, then admit.
+
+    forced: those of `pause` taken against their slack because the pool would have run out.
+    why: one short reason per slot named above, for traces and tests.
+    """
+
+    pause: tuple[int, ...] = ()
+    resume: tuple[int, ...] = ()
+    admit: tuple[int, ...] = ()
+    forced: tuple[int, ...] = ()
+    why: dict[int, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.pause or self.resume or self.admit)
+
+
+def end_reason(reason: FinishReason) -> EndReason:
+    """The client's end reason for an engine's finish reason that ends a stream."""
+    if reason is FinishReason.LENGTH:
+        return EndReason.LENGTH
+    if reason in (FinishReason.END_ID, FinishReason.STOP_WORDS):
+        return EndReason.STOP
+    return EndReason.CANCELLED
