@@ -57,11 +57,10 @@ class GenerateRequest:
 
     input_token_ids: the prompt, at least one token.
     max_tokens: tokens to generate at most (>= 1), over all pauses.
-    read_rate: tokens/s that the client reads; None = nobody reads along (a machine, or
-        stream=false), so it can never stall.
+    read_rate: tokens/s that the client declared; None = undeclared (learned, else the default).
+    has_reader: False when nobody reads along (a machine, or stream=false): it can never stall.
     priority: [0, 1], higher is more urgent, 0.5 by default.
     streaming: deliver tokens as they come; False = one response at the end.
-    pausable: False for kinds that cannot be resumed faithfully (preemption.py says which).
     """
 
     request_id: str
@@ -74,9 +73,9 @@ class GenerateRequest:
     stop_words: tuple[tuple[int, ...], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     read_rate: float | None = None
+    has_reader: bool = True
     priority: float = 0.5
     streaming: bool = True
-    pausable: bool = True
     cache_salt_id: int | None = None
 
 

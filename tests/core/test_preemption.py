@@ -1,0 +1,119 @@
+"""What a resume asks of the engine, and the estimate of what is still cached."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenflow.executor.api import OutputConfig, SamplingConfig
+from tokenflow.preemption import CacheEstimate, derive_seed, engine_request, unpausable_reason
+from tokenflow.types import GenerateRequest
+
+
+def make_request(**changes: object) -> GenerateRequest:
+    fields: dict[str, object] = {
+        "request_id": "r",
+        "input_token_ids": (1, 2, 3),
+        "max_tokens": 10,
+        "arrival_time": 0.0,
+        "sampling_config": SamplingConfig(
+            top_k=5, temperature=0.7, seed=11, min_tokens=6, repetition_penalty=1.1
+        ),
+        "output_config": OutputConfig(return_log_probs=True),
+        "end_id": 2,
+        "stop_words": ((7, 8),),
+        "bad_words": ((9,),),
+        "priority": 0.8,
+        "cache_salt_id": 3,
+    }
+    return GenerateRequest(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_a_resume_keeps_every_field_and_lowers_the_limits() -> None:
+    request = make_request()
+    first = engine_request(request, [], 42)
+    resumed = engine_request(request, [4, 5, 6, 7], 42)
+    assert first.input_token_ids == (1, 2, 3)
+    assert resumed.input_token_ids == (1, 2, 3, 4, 5, 6, 7)
+    assert (first.max_tokens, resumed.max_tokens) == (10, 6)
+    assert first.sampling_config.min_tokens == 6
+    assert resumed.sampling_config.min_tokens == 2
+    assert first.sampling_config.seed == 11
+    assert resumed.sampling_config.seed not in (None, 11)
+    for name in ("end_id", "stop_words", "bad_words", "priority", "cache_salt_id", "client_id"):
+        assert getattr(first, name) == getattr(resumed, name)
+    for name in ("top_k", "temperature", "repetition_penalty"):
+        assert getattr(resumed.sampling_config, name) == getattr(request.sampling_config, name)
+    assert first.streaming
+    assert resumed.streaming
+    assert resumed.output_config.return_log_probs
+
+
+def test_min_tokens_never_goes_below_zero() -> None:
+    assert engine_request(make_request(), [1] * 8, 1).sampling_config.min_tokens == 0
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 5000), st.integers(0, 5000))
+def test_seeds_of_parts_differ_and_stay_in_range(seed: int, first: int, second: int) -> None:
+    a, b = derive_seed(seed, first), derive_seed(seed, second)
+    assert a is not None
+    assert 0 <= a < 2**64
+    if first == 0:
+        assert a == seed
+    if first and second and first != second:
+        assert a != b
+
+
+def test_no_seed_stays_no_seed() -> None:
+    assert derive_seed(None, 7) is None
+
+
+@pytest.mark.parametrize(
+    ("sampling", "reason"),
+    [
+        (SamplingConfig(), None),
+        (SamplingConfig(beam_width=2), "beam search"),
+        (SamplingConfig(num_return_sequences=2), "several return sequences"),
+        (SamplingConfig(num_return_sequences=1), None),
+    ],
+)
+def test_what_cannot_be_resumed_is_never_paused(
+    sampling: SamplingConfig, reason: str | None
+) -> None:
+    assert unpausable_reason(make_request(sampling_config=sampling)) == reason
+
+
+def test_cache_estimate_evicts_the_oldest_release_first() -> None:
+    cache = CacheEstimate(10)
+    cache.released(1, 4)
+    cache.released(2, 4)
+    assert cache.shrink(2) == []
+    assert cache.shrink(5) == [1]
+    assert (cache.num_blocks(1), cache.num_blocks(2)) == (1, 4)
+    assert cache.shrink(8) == [1, 2]
+    assert (cache.num_blocks(1), cache.num_blocks(2)) == (0, 2)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("released"), st.integers(0, 5), st.integers(0, 6)),
+            st.tuples(st.just("forget"), st.integers(0, 5), st.just(0)),
+            st.tuples(st.just("shrink"), st.integers(0, 12), st.just(0)),
+        )
+    )
+)
+def test_cache_estimate_fits_the_pool_after_each_shrink(
+    steps: list[tuple[str, int, int]],
+) -> None:
+    cache = CacheEstimate(10)
+    for name, a, b in steps:
+        if name == "released":
+            cache.released(a, b)
+        elif name == "forget":
+            cache.forget(a)
+        else:
+            cache.shrink(a)
+            held = sum(cache.num_blocks(handle) for handle in range(6))
+            assert held <= max(0, 10 - a)

@@ -1,0 +1,134 @@
+"""What clients and traces are told about a session, and the totals of it.
+
+Owns the construction of `TokenEvent`s, the counters and the trace records of sessions. Invariant:
+an event with `end` set is emitted once per session; `Session.answered` says that it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tokenflow.executor.api import Result
+from tokenflow.session import Session
+from tokenflow.trace import Tracer
+from tokenflow.types import EndReason, GenerateRequest, TokenEvent
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since start. num_ok/num_failed/num_cancelled count ended requests, each once."""
+
+    num_received: int = 0
+    num_ok: int = 0
+    num_failed: int = 0
+    num_cancelled: int = 0
+    num_overloaded: int = 0
+    num_pauses: int = 0
+    num_forced_pauses: int = 0
+    num_internal_pauses: int = 0
+    num_resumes: int = 0
+    num_recomputed_tokens: int = 0
+    num_output_tokens: int = 0
+    ttft_s: list[float] = field(default_factory=list)
+
+    def drain_ttft_s(self) -> list[float]:
+        """Times to first token since the last call, for a histogram."""
+        values, self.ttft_s = self.ttft_s, []
+        return values
+
+
+class Answers:
+    """Tells the sender and the trace what happened to sessions."""
+
+    def __init__(self, emit: Callable[[TokenEvent], None], tracer: Tracer) -> None:
+        self._emit = emit
+        self._tracer = tracer
+        self.counters = Counters()
+
+    def trace(self, event: str, session: Session, now: float, **fields: object) -> None:
+        """One trace line about a session."""
+        self._tracer.record(event, now, request_id=session.request.request_id, **fields)
+
+    def tokens(
+        self,
+        session: Session,
+        token_ids: list[int],
+        result: Result,
+        now: float,
+        end: EndReason | None = None,
+    ) -> None:
+        """New tokens of a session; `end` when they are its last and it ended by itself."""
+        if end is not None:
+            session.answered = True
+            self.counters.num_ok += 1
+            num_tokens = len(session.output_token_ids)
+            self.trace("finish", session, now, reason=end.value, num_tokens=num_tokens)
+        self._emit(
+            TokenEvent(
+                handle=session.handle,
+                request_id=session.request.request_id,
+                token_ids=tuple(token_ids),
+                log_probs=tuple(result.log_probs[0]) if result.log_probs else (),
+                time=now,
+                end=end,
+                usage=session.usage(now) if end else None,
+            )
+        )
+
+    def cancelled(self, session: Session, now: float) -> None:
+        """The session's one end: its client left or asked for it."""
+        self.counters.num_cancelled += 1
+        self._end(session, EndReason.CANCELLED, now)
+
+    def failed(
+        self, session: Session, message: str, now: float, *, retryable: bool = False
+    ) -> None:
+        """The session's one end: an error."""
+        self.counters.num_failed += 1
+        self._end(session, EndReason.ERROR, now, message, retryable)
+
+    def finished_by_text(self, session: Session, now: float) -> None:
+        """The sender saw a stop string and has answered; no event."""
+        session.answered = True
+        self.counters.num_ok += 1
+        num_tokens = len(session.output_token_ids)
+        self.trace("finish", session, now, reason=EndReason.STOP.value, num_tokens=num_tokens)
+
+    def refused(self, handle: int, request: GenerateRequest, message: str, now: float) -> None:
+        """A request that never became a session; retryable."""
+        self.counters.num_failed += 1
+        self.counters.num_overloaded += 1
+        self._tracer.record("error", now, request_id=request.request_id, reason=message)
+        self._emit(
+            TokenEvent(
+                handle=handle,
+                request_id=request.request_id,
+                time=now,
+                end=EndReason.ERROR,
+                error=message,
+                retryable=True,
+            )
+        )
+
+    def _end(
+        self,
+        session: Session,
+        end: EndReason,
+        now: float,
+        error: str | None = None,
+        retryable: bool = False,
+    ) -> None:
+        session.answered = True
+        self.trace("error" if error else "cancel", session, now, reason=error)
+        self._emit(
+            TokenEvent(
+                handle=session.handle,
+                request_id=session.request.request_id,
+                time=now,
+                end=end,
+                error=error,
+                retryable=retryable,
+                usage=session.usage(now),
+            )
+        )

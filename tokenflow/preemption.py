@@ -1,0 +1,138 @@
+"""Pause and resume on an executor that has neither.
+
+Owns what a (re)start looks like to the engine, what may never be paused, and the estimate of how
+much of a paused request's KV the engine still holds.
+
+A pause cancels the request; the engine keeps the KV of prompt + streamed tokens in its reuse cache.
+A resume enqueues prompt + streamed tokens, with the limits that remain. Penalties, stop words and
+bad words look at the whole sequence in the engine, so they carry over unchanged; log-probs and
+counts restart in the engine and are accumulated by the session.
+
+Sampled requests: the engine restarts its random stream at every enqueue, so each resume gets a seed
+derived from (seed, tokens generated so far). A paused sampled request is therefore a different but
+equally distributed sample; a greedy one continues with the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import msgspec
+
+from tokenflow.executor.api import OutputConfig, Request
+from tokenflow.types import GenerateRequest
+
+_MASK = (1 << 64) - 1
+
+
+def unpausable_reason(request: GenerateRequest) -> str | None:
+    """Why a request can never be paused, or None.
+
+    These kinds keep state in the engine that a new request with a longer prompt does not rebuild:
+    beams, sibling sequences.
+    """
+    sampling = request.sampling_config
+    if sampling.beam_width > 1:
+        return "beam search"
+    if (sampling.num_return_sequences or 1) > 1:
+        return "several return sequences"
+    return None
+
+
+def derive_seed(seed: int | None, num_generated: int) -> int | None:
+    """uint64 seed of the part of a request that starts after `num_generated` tokens.
+
+    The first part keeps the client's seed. Mixing is splitmix64's finaliser, so that parts of one
+    request and requests with neighbouring seeds get unrelated streams.
+    """
+    if num_generated == 0 or seed is None:
+        return seed
+    z = (seed + num_generated * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def engine_request(
+    request: GenerateRequest, output_token_ids: Sequence[int], client_id: int
+) -> Request:
+    """What to enqueue so that the request goes on after `output_token_ids` (empty at its start).
+
+    Always streaming: a cancelled non-streaming request would lose every token (executor surface).
+    Perf metrics are always asked for; they say how much of a resume was reused.
+    """
+    num_generated = len(output_token_ids)
+    sampling = request.sampling_config
+    if num_generated:
+        min_tokens = sampling.min_tokens
+        sampling = msgspec.structs.replace(
+            sampling,
+            seed=derive_seed(sampling.seed, num_generated),
+            min_tokens=None if min_tokens is None else max(0, min_tokens - num_generated),
+        )
+    return Request(
+        input_token_ids=(*request.input_token_ids, *output_token_ids),
+        max_tokens=request.max_tokens - num_generated,
+        streaming=True,
+        sampling_config=sampling,
+        output_config=OutputConfig(
+            return_log_probs=request.output_config.return_log_probs,
+            exclude_input_from_output=True,
+            return_perf_metrics=True,
+        ),
+        end_id=request.end_id,
+        stop_words=request.stop_words,
+        bad_words=request.bad_words,
+        client_id=client_id,
+        priority=request.priority,
+        cache_salt_id=request.cache_salt_id,
+    )
+
+
+class CacheEstimate:
+    """Which released requests' KV the engine's reuse cache still holds, seen from outside.
+
+    An engine without KV events does not tell. It evicts unreferenced blocks in order of release,
+    each request's tail first, so counting blocks is enough for an estimate: entries are held in
+    order of release and shrink, oldest first, to what fits beside the blocks in use. It ignores
+    sharing between requests, which errs towards "more must be recomputed".
+    """
+
+    def __init__(self, num_total_blocks: int) -> None:
+        self._num_total_blocks = num_total_blocks
+        self._blocks: OrderedDict[int, int] = OrderedDict()
+        self._num_cached = 0
+
+    def released(self, handle: int, num_blocks: int) -> None:
+        """The engine let go of `num_blocks` of a request and keeps them for reuse."""
+        self.forget(handle)
+        if num_blocks > 0:
+            self._blocks[handle] = num_blocks
+            self._num_cached += num_blocks
+
+    def forget(self, handle: int) -> int:
+        """The request is (being) started again: its entry leaves; returns the blocks it had."""
+        num_blocks = self._blocks.pop(handle, 0)
+        self._num_cached -= num_blocks
+        return num_blocks
+
+    def shrink(self, num_used_blocks: int) -> list[int]:
+        """Account for `num_used_blocks` referenced in the engine; handles that lost blocks."""
+        surplus = self._num_cached + num_used_blocks - self._num_total_blocks
+        hit: list[int] = []
+        while surplus > 0 and self._blocks:
+            handle, num_blocks = next(iter(self._blocks.items()))
+            lost = min(surplus, num_blocks)
+            if lost == num_blocks:
+                del self._blocks[handle]
+            else:
+                self._blocks[handle] = num_blocks - lost
+            self._num_cached -= lost
+            surplus -= lost
+            hit.append(handle)
+        return hit
+
+    def num_blocks(self, handle: int) -> int:
+        """Blocks of the request that are presumably still cached."""
+        return self._blocks.get(handle, 0)

@@ -1,0 +1,268 @@
+"""The loop: inbox -> coordinator -> plan -> apply -> emit.
+
+Owns two threads. The runtime thread owns all sessions and decisions; every other thread only posts
+to its inbox. The awaiter thread blocks in the executor's `await_responses` and only posts. No lock
+is held across a call to the executor or to `emit`. `emit` runs in the runtime thread and must not
+block. Neither thread ever ends by an exception: a failure ends every session with an error and the
+runtime refuses what comes after.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from tokenflow.clock import Clock, MonotonicClock
+from tokenflow.config import ServingConfig
+from tokenflow.coordinator import Coordinator, Planner
+from tokenflow.errors import EngineError
+from tokenflow.executor.api import Executor, Response
+from tokenflow.policies import policy_from_config
+from tokenflow.scheduler import plan
+from tokenflow.trace import Tracer
+from tokenflow.types import EndReason, GenerateRequest, SessionState, TokenEvent
+
+logger = logging.getLogger("tokenflow")
+
+_AWAIT_TIMEOUT = timedelta(milliseconds=250)
+_IDLE_WAIT_S = 0.5
+
+_S = SessionState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeGauges:
+    """Numbers for metrics, as of the last turn of the loop. Counters are totals since start."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    num_paused: int = 0
+    num_total_blocks: int = 0
+    num_free_blocks: int = 0
+    num_received: int = 0
+    num_ok: int = 0
+    num_failed: int = 0
+    num_cancelled: int = 0
+    num_overloaded: int = 0
+    num_pauses: int = 0
+    num_forced_pauses: int = 0
+    num_internal_pauses: int = 0
+    num_resumes: int = 0
+    num_recomputed_tokens: int = 0
+    num_output_tokens: int = 0
+    healthy: bool = True
+
+
+class Runtime:
+    """Serves requests on an executor, from any number of threads.
+
+    emit: called with every TokenEvent, in the runtime thread.
+    planner: the decision function; by default `plan` with the configured policy.
+    The executor is the caller's: `shutdown` ends what runs on it but does not shut it down.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: ServingConfig,
+        *,
+        emit: Callable[[TokenEvent], None],
+        clock: Clock | None = None,
+        tracer: Tracer | None = None,
+        planner: Planner | None = None,
+    ) -> None:
+        policy = policy_from_config(config)
+        self._executor = executor
+        self._emit = emit
+        self._clock = clock or MonotonicClock()
+        self._coordinator = Coordinator(
+            executor, config, planner or (lambda snapshot: plan(snapshot, policy)), emit, tracer
+        )
+        self._inbox: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = (
+            queue.SimpleQueue()
+        )
+        self._stopping = threading.Event()
+        self._failure: str | None = None
+        self._num_total_blocks = self._coordinator.num_free_blocks
+        self._gauges = RuntimeGauges(
+            num_total_blocks=self._num_total_blocks, num_free_blocks=self._num_total_blocks
+        )
+        self._loop = threading.Thread(target=self._run, name="tokenflow-runtime", daemon=True)
+        self._awaiter = threading.Thread(
+            target=self._await_loop, name="tokenflow-awaiter", daemon=True
+        )
+
+    def start(self) -> None:
+        """Start the threads; once."""
+        self._loop.start()
+        self._awaiter.start()
+
+    # -- called from any thread ----------------------------------------------------------------
+
+    def submit(self, request: GenerateRequest) -> int:
+        """Take a request in and return its handle; everything else comes as events.
+
+        Raises EngineError when the runtime is shut down. A refusal (overloaded, engine lost) is an
+        ERROR event with the handle returned here.
+        """
+        if self._stopping.is_set():
+            raise EngineError("the server is shutting down")
+        handle = self._coordinator.new_handle()
+        self._inbox.put((self._on_submit, (handle, request)))
+        return handle
+
+    def cancel(self, handle: int) -> None:
+        """The client left or asked for the end: one more event, CANCELLED, if it had no end yet."""
+        self._inbox.put((self._on_cancel, (handle,)))
+
+    def finish(self, handle: int) -> None:
+        """The answer is complete by a stop string: stop the work, no further event."""
+        self._inbox.put((self._on_finish, (handle,)))
+
+    def acknowledge(self, handle: int, num_consumed: int) -> None:
+        """The client consumed this many tokens in all."""
+        self._inbox.put((self._on_acknowledge, (handle, num_consumed)))
+
+    def gauges(self) -> RuntimeGauges:
+        """The numbers of the last turn."""
+        return self._gauges
+
+    def drain_ttft_s(self) -> list[float]:
+        """Times to first token (s) since the last call, for a histogram. One caller only."""
+        return self._coordinator.counters.drain_ttft_s()
+
+    def shutdown(self, timeout_s: float) -> None:
+        """End every request (ERROR, retryable) and stop the threads within about `timeout_s`."""
+        if not self._stopping.is_set():
+            self._stopping.set()
+            self._inbox.put((self._on_shutdown, ()))
+        for thread in (self._loop, self._awaiter):
+            if thread.ident is not None:
+                thread.join(timeout_s)
+
+    # -- runtime thread ------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            done = self._turn()
+            if done:
+                return
+
+    def _turn(self) -> bool:
+        """One turn: everything that is in the inbox, then a plan if one is due."""
+        coordinator = self._coordinator
+        try:
+            self._take_inbox()
+            now = self._clock.now()
+            if self._failure is None and now >= coordinator.next_plan_time():
+                coordinator.plan(now)
+            coordinator.flush()
+        except Exception as error:
+            logger.exception("the runtime failed")
+            self._fail(f"internal error: {error}")
+        self._gauges = self._read_gauges()
+        return self._stopping.is_set() and self._inbox.empty()
+
+    def _take_inbox(self) -> None:
+        wait_s = _IDLE_WAIT_S
+        if self._failure is None:
+            wait_s = self._coordinator.next_plan_time() - self._clock.now()
+        try:
+            item = self._inbox.get(timeout=max(0.0, min(_IDLE_WAIT_S, wait_s)))
+        except queue.Empty:
+            return
+        while True:
+            function, arguments = item
+            function(*arguments)
+            try:
+                item = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+
+    def _on_submit(self, handle: int, request: GenerateRequest) -> None:
+        now = self._clock.now()
+        if self._failure is not None:
+            self._emit(
+                TokenEvent(
+                    handle=handle,
+                    request_id=request.request_id,
+                    time=now,
+                    end=EndReason.ERROR,
+                    error=self._failure,
+                    retryable=True,
+                )
+            )
+            return
+        self._coordinator.submit(handle, request, now)
+
+    def _on_cancel(self, handle: int) -> None:
+        self._coordinator.cancel(handle, self._clock.now())
+
+    def _on_finish(self, handle: int) -> None:
+        self._coordinator.finish(handle, self._clock.now())
+
+    def _on_acknowledge(self, handle: int, num_consumed: int) -> None:
+        self._coordinator.acknowledge(handle, num_consumed, self._clock.now())
+
+    def _on_responses(self, responses: list[Response], now: float) -> None:
+        self._coordinator.on_stats(self._executor.get_latest_iteration_stats())
+        self._coordinator.on_responses(responses, now)
+
+    def _on_engine_lost(self, message: str) -> None:
+        if not self._stopping.is_set():
+            logger.error("engine lost: %s", message)
+            self._fail(f"the engine is not running: {message}")
+
+    def _on_shutdown(self) -> None:
+        self._fail("the server is shutting down")
+
+    def _fail(self, message: str) -> None:
+        if self._failure is None:
+            self._failure = message
+        try:
+            self._coordinator.fail_all(message, self._clock.now(), retryable=True)
+        except Exception:
+            logger.exception("ending the sessions failed")
+
+    def _read_gauges(self) -> RuntimeGauges:
+        coordinator = self._coordinator
+        table, counters = coordinator.table, coordinator.counters
+        return RuntimeGauges(
+            num_waiting=table.count(_S.WAITING),
+            num_running=table.count(_S.PREFILLING, _S.RUNNING, _S.RESUMING),
+            num_paused=table.count(_S.PAUSING, _S.PREEMPTED),
+            num_total_blocks=self._num_total_blocks,
+            num_free_blocks=coordinator.num_free_blocks,
+            num_received=counters.num_received,
+            num_ok=counters.num_ok,
+            num_failed=counters.num_failed,
+            num_cancelled=counters.num_cancelled,
+            num_overloaded=counters.num_overloaded,
+            num_pauses=counters.num_pauses,
+            num_forced_pauses=counters.num_forced_pauses,
+            num_internal_pauses=counters.num_internal_pauses,
+            num_resumes=counters.num_resumes,
+            num_recomputed_tokens=counters.num_recomputed_tokens,
+            num_output_tokens=counters.num_output_tokens,
+            healthy=self._failure is None,
+        )
+
+    # -- awaiter thread ------------------------------------------------------------------------
+
+    def _await_loop(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                responses = self._executor.await_responses(_AWAIT_TIMEOUT)
+            except Exception as error:
+                self._inbox.put((self._on_engine_lost, (str(error),)))
+                return
+            if responses:
+                self._inbox.put((self._on_responses, (responses, self._clock.now())))
+            elif not self._executor.can_enqueue_requests():
+                self._inbox.put((self._on_engine_lost, ("it stopped taking requests",)))
+                return

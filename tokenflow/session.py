@@ -1,0 +1,359 @@
+"""Sessions: the only place where a request's state changes, the only home of its tokens.
+
+`Session` is one request on its way through the engine, `SessionTable` holds all that have not
+finished, finds them by handle and by executor id, and keeps one row of numpy columns per session so
+that the planner's snapshot costs microseconds. Invariants: a state change that is not in
+`TRANSITIONS` raises; a session's row mirrors its fields after each method of the table; a finished
+session leaves the table and its row is reused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tokenflow.errors import InternalError
+from tokenflow.executor.api import CapacitySchedulerPolicy, num_blocks_needed
+from tokenflow.preemption import unpausable_reason
+from tokenflow.reader import Reader, slack_s
+from tokenflow.types import (
+    FloatArray,
+    GenerateRequest,
+    IntArray,
+    SessionColumns,
+    SessionState,
+    Usage,
+)
+
+_S = SessionState
+
+TRANSITIONS: dict[SessionState, frozenset[SessionState]] = {
+    _S.WAITING: frozenset({_S.PREFILLING, _S.FINISHED}),
+    _S.PREFILLING: frozenset({_S.RUNNING, _S.CANCELLING, _S.FINISHED}),
+    _S.RUNNING: frozenset({_S.PAUSING, _S.CANCELLING, _S.FINISHED}),
+    _S.PAUSING: frozenset({_S.PREEMPTED, _S.CANCELLING, _S.FINISHED}),
+    _S.PREEMPTED: frozenset({_S.RESUMING, _S.FINISHED}),
+    _S.RESUMING: frozenset({_S.RUNNING, _S.CANCELLING, _S.FINISHED}),
+    _S.CANCELLING: frozenset({_S.FINISHED}),
+    _S.FINISHED: frozenset(),
+}
+
+IN_ENGINE = frozenset({_S.PREFILLING, _S.RUNNING, _S.PAUSING, _S.RESUMING, _S.CANCELLING})
+"""States in which the engine holds the request."""
+
+_WAITING_STATES = frozenset({_S.WAITING, _S.PREEMPTED})
+
+# Rows of the two column blocks. One two-dimensional array per dtype: a snapshot is then one
+# fancy-indexing call per block instead of one per column.
+_FLOATS = (
+    "arrival_time",
+    "wait_since_time",
+    "running_since_time",
+    "unread",
+    "unread_time",
+    "read_rate",
+    "priority",
+)
+_INTS = (
+    "slot",
+    "state",
+    "has_reader",
+    "started",
+    "pausable",
+    "num_prompt_tokens",
+    "num_generated",
+    "max_tokens",
+    "num_blocks_held",
+    "num_blocks_needed",
+    "num_blocks_final",
+    "num_resume_tokens",
+    "num_pauses",
+)
+_F = {name: row for row, name in enumerate(_FLOATS)}
+_I = {name: row for row, name in enumerate(_INTS)}
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """One request from arrival to its end.
+
+    output_token_ids: every token generated so far, sent to the client exactly once, in order.
+    executor_request_id: the engine's id while the engine holds it (a new one at each resume).
+    num_enqueued_tokens: length of the prompt at the last enqueue (client's prompt + streamed).
+    answered: the client already got its end; what the engine still says is discarded.
+    """
+
+    handle: int
+    slot: int
+    request: GenerateRequest
+    reader: Reader
+    state: SessionState = SessionState.WAITING
+    executor_request_id: int | None = None
+    output_token_ids: list[int] = field(default_factory=list)
+    cum_log_prob: float = 0.0
+    first_token_time: float | None = None
+    last_transition_time: float = 0.0
+    enqueue_time: float = 0.0
+    num_enqueued_tokens: int = 0
+    num_pauses: int = 0
+    paused_s: float = 0.0
+    answered: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole sequence: prompt and generated."""
+        return len(self.request.input_token_ids) + len(self.output_token_ids)
+
+    def usage(self, now: float) -> Usage:
+        """Counts over the whole life of the request, a pause that is still on included."""
+        paused_s = self.paused_s
+        if self.state is _S.PREEMPTED:
+            paused_s += now - self.last_transition_time
+        return Usage(
+            num_input_tokens=len(self.request.input_token_ids),
+            num_output_tokens=len(self.output_token_ids),
+            cum_log_prob=self.cum_log_prob,
+            num_pauses=self.num_pauses,
+            paused_s=paused_s,
+        )
+
+
+class SessionTable:
+    """All unfinished sessions, as objects and as columns, in order of arrival."""
+
+    def __init__(
+        self,
+        *,
+        capacity_policy: CapacitySchedulerPolicy,
+        tokens_per_block: int,
+        default_read_rate: float,
+        max_seq_len: int,
+        initial_rows: int = 64,
+    ) -> None:
+        self._policy = capacity_policy
+        self._tokens_per_block = tokens_per_block
+        self._default_read_rate = default_read_rate
+        self._max_seq_len = max_seq_len
+        self._floats = np.zeros((len(_FLOATS), initial_rows))
+        self._ints = np.zeros((len(_INTS), initial_rows), dtype=np.int64)
+        self._free_slots = list(range(initial_rows - 1, -1, -1))
+        self._by_handle: dict[int, Session] = {}
+        self._by_slot: dict[int, Session] = {}
+        self._by_executor_id: dict[int, Session] = {}
+        self._live: IntArray | None = None
+        self._counts = dict.fromkeys(SessionState, 0)
+
+    def __len__(self) -> int:
+        return len(self._by_handle)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._by_handle.values()))
+
+    def count(self, *states: SessionState) -> int:
+        """Sessions that are in one of `states`."""
+        return sum(self._counts[state] for state in states)
+
+    def get(self, handle: int) -> Session | None:
+        """The unfinished session with this handle."""
+        return self._by_handle.get(handle)
+
+    def at_slot(self, slot: int) -> Session:
+        """The session of a row named in a Decision."""
+        return self._by_slot[slot]
+
+    def by_executor_id(self, executor_request_id: int) -> Session | None:
+        """The session that the engine knows under this id."""
+        return self._by_executor_id.get(executor_request_id)
+
+    def add(self, handle: int, request: GenerateRequest, now: float) -> Session:
+        """A new WAITING session; handles are unique."""
+        if handle in self._by_handle:
+            raise InternalError(f"handle {handle} is in use")
+        if not self._free_slots:
+            self._grow()
+        slot = self._free_slots.pop()
+        reader = Reader(rate=request.read_rate, default_rate=self._default_read_rate)
+        session = Session(
+            handle=handle, slot=slot, request=request, reader=reader, last_transition_time=now
+        )
+        self._by_handle[handle] = session
+        self._by_slot[slot] = session
+        self._counts[session.state] += 1
+        self._live = None
+        self._fill_row(session)
+        return session
+
+    def transition(self, session: Session, state: SessionState, now: float) -> None:
+        """Change a session's state; raises InternalError for a change that cannot be."""
+        if state not in TRANSITIONS[session.state]:
+            raise InternalError(
+                f"request {session.request.request_id!r}: {session.state.name} -> {state.name}"
+            )
+        old = session.state
+        if old is _S.PREEMPTED:
+            session.paused_s += now - session.last_transition_time
+        session.state = state
+        session.last_transition_time = now
+        self._counts[old] -= 1
+        if state is _S.FINISHED:
+            self._remove(session)
+            return
+        self._counts[state] += 1
+        slot, ints, floats = session.slot, self._ints, self._floats
+        ints[_I["state"], slot] = state
+        if state in _WAITING_STATES:
+            floats[_F["wait_since_time"], slot] = now
+        if state not in IN_ENGINE:
+            self._leave_engine(session)
+        if state is _S.PAUSING:
+            session.num_pauses += 1
+            ints[_I["num_pauses"], slot] = session.num_pauses
+
+    def enter_engine(self, session: Session, executor_request_id: int, now: float) -> None:
+        """The session was enqueued: WAITING -> PREFILLING or PREEMPTED -> RESUMING."""
+        resumed = session.state is _S.PREEMPTED
+        self.transition(session, _S.RESUMING if resumed else _S.PREFILLING, now)
+        session.executor_request_id = executor_request_id
+        session.enqueue_time = now
+        session.num_enqueued_tokens = session.num_tokens
+        self._by_executor_id[executor_request_id] = session
+        self._floats[_F["running_since_time"], session.slot] = now
+        self._ints[_I["num_blocks_held"], session.slot] = self._num_blocks_occupied(session)
+
+    def deliver(self, session: Session, token_ids: list[int], now: float) -> None:
+        """Tokens came from the engine and go to the client now."""
+        session.output_token_ids.extend(token_ids)
+        if session.first_token_time is None:
+            session.first_token_time = now
+            self._ints[_I["started"], session.slot] = 1
+        session.reader.deliver(len(token_ids), now)
+        self._write_progress(session)
+
+    def acknowledge(self, session: Session, num_consumed: int, now: float) -> None:
+        """The client has consumed `num_consumed` tokens in all."""
+        session.reader.acknowledge(num_consumed, now)
+        self._write_reader(session)
+
+    def set_resume_tokens(self, session: Session, num_tokens: int) -> None:
+        """Tokens that a resume would have to compute, by the current cache estimate."""
+        self._ints[_I["num_resume_tokens"], session.slot] = num_tokens
+
+    def num_used_blocks(self) -> int:
+        """Blocks that sessions in the engine have filled, by our own count."""
+        size = self._tokens_per_block
+        return sum(
+            -(-s.num_tokens // size) for s in self._by_executor_id.values() if s.state in IN_ENGINE
+        )
+
+    def columns(self, now: float) -> SessionColumns:
+        """The planner's view; arrays are copies."""
+        if self._live is None:
+            self._live = np.fromiter(
+                (s.slot for s in self._by_handle.values()),
+                dtype=np.int64,
+                count=len(self._by_handle),
+            )
+        floats = self._floats[:, self._live]
+        ints = self._ints[:, self._live]
+        started = ints[_I["started"]].astype(np.bool_)
+        has_reader = ints[_I["has_reader"]].astype(np.bool_)
+        rate = floats[_F["read_rate"]]
+        slack = slack_s(floats[_F["unread"]], floats[_F["unread_time"]], rate, now)
+        slack = np.where(started, np.where(has_reader, slack, np.inf), np.nan)
+        return SessionColumns(
+            slot=ints[_I["slot"]],
+            state=ints[_I["state"]],
+            arrival_time=floats[_F["arrival_time"]],
+            wait_since_time=floats[_F["wait_since_time"]],
+            running_since_time=floats[_F["running_since_time"]],
+            slack_s=slack,
+            read_rate=rate,
+            has_reader=has_reader,
+            started=started,
+            pausable=ints[_I["pausable"]].astype(np.bool_),
+            priority=floats[_F["priority"]],
+            num_prompt_tokens=ints[_I["num_prompt_tokens"]],
+            num_generated=ints[_I["num_generated"]],
+            max_tokens=ints[_I["max_tokens"]],
+            num_blocks_held=ints[_I["num_blocks_held"]],
+            num_blocks_needed=ints[_I["num_blocks_needed"]],
+            num_blocks_final=ints[_I["num_blocks_final"]],
+            num_resume_tokens=ints[_I["num_resume_tokens"]],
+            num_pauses=ints[_I["num_pauses"]],
+        )
+
+    def _fill_row(self, session: Session) -> None:
+        request, slot = session.request, session.slot
+        num_prompt = len(request.input_token_ids)
+        self._floats[:, slot] = 0.0
+        self._ints[:, slot] = 0
+        for name, value in (
+            ("arrival_time", request.arrival_time),
+            ("wait_since_time", request.arrival_time),
+            ("priority", request.priority),
+        ):
+            self._floats[_F[name], slot] = value
+        for key, number in (
+            ("slot", slot),
+            ("state", session.state),
+            ("has_reader", request.has_reader),
+            ("pausable", unpausable_reason(request) is None),
+            ("num_prompt_tokens", num_prompt),
+            ("max_tokens", request.max_tokens),
+            ("num_blocks_final", self._num_blocks_final(session)),
+            ("num_resume_tokens", num_prompt),
+        ):
+            self._ints[_I[key], slot] = number
+        self._write_reader(session)
+        self._write_progress(session)
+
+    def _write_reader(self, session: Session) -> None:
+        reader, slot, floats = session.reader, session.slot, self._floats
+        floats[_F["unread"], slot] = reader.num_unread
+        floats[_F["unread_time"], slot] = reader.num_unread_time
+        floats[_F["read_rate"], slot] = reader.rate
+
+    def _write_progress(self, session: Session) -> None:
+        slot, ints = session.slot, self._ints
+        self._write_reader(session)
+        ints[_I["num_generated"], slot] = len(session.output_token_ids)
+        occupied = self._num_blocks_occupied(session)
+        ints[_I["num_blocks_needed"], slot] = occupied
+        if session.state in IN_ENGINE:
+            ints[_I["num_blocks_held"], slot] = occupied
+
+    def _num_blocks_occupied(self, session: Session) -> int:
+        """What the engine's capacity policy counts for this session at its present length."""
+        num_left = max(1, session.request.max_tokens - len(session.output_token_ids))
+        num_tokens = session.num_tokens
+        num_left = max(1, min(num_left, self._max_seq_len - num_tokens))
+        return num_blocks_needed(self._policy, self._tokens_per_block, num_tokens, num_left)
+
+    def _num_blocks_final(self, session: Session) -> int:
+        num_prompt = len(session.request.input_token_ids)
+        num_tokens = min(num_prompt + session.request.max_tokens, self._max_seq_len)
+        return max(1, -(-(num_tokens - 1) // self._tokens_per_block))
+
+    def _leave_engine(self, session: Session) -> None:
+        if session.executor_request_id is not None:
+            self._by_executor_id.pop(session.executor_request_id, None)
+            session.executor_request_id = None
+        self._ints[_I["num_blocks_held"], session.slot] = 0
+
+    def _remove(self, session: Session) -> None:
+        self._leave_engine(session)
+        del self._by_handle[session.handle]
+        del self._by_slot[session.slot]
+        self._free_slots.append(session.slot)
+        self._live = None
+
+    def _grow(self) -> None:
+        old = self._floats.shape[1]
+        self._floats = np.concatenate([self._floats, np.zeros_like(self._floats)], axis=1)
+        self._ints = np.concatenate([self._ints, np.zeros_like(self._ints)], axis=1)
+        self._free_slots.extend(range(2 * old - 1, old - 1, -1))
+
+
+__all__ = ["IN_ENGINE", "TRANSITIONS", "FloatArray", "Session", "SessionTable"]
