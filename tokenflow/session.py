@@ -19,7 +19,6 @@ from tokenflow.executor.api import CapacitySchedulerPolicy, num_blocks_needed
 from tokenflow.preemption import unpausable_reason
 from tokenflow.reader import Reader, slack_s
 from tokenflow.types import (
-    FloatArray,
     GenerateRequest,
     IntArray,
     SessionColumns,
@@ -174,7 +173,7 @@ class SessionTable:
         if not self._free_slots:
             self._grow()
         slot = self._free_slots.pop()
-        reader = Reader(rate=request.read_rate, default_rate=self._default_read_rate)
+        reader = Reader(request.read_rate, self._default_read_rate)
         session = Session(
             handle=handle, slot=slot, request=request, reader=reader, last_transition_time=now
         )
@@ -257,21 +256,17 @@ class SessionTable:
             )
         floats = self._floats[:, self._live]
         ints = self._ints[:, self._live]
-        started = ints[_I["started"]].astype(np.bool_)
-        has_reader = ints[_I["has_reader"]].astype(np.bool_)
         rate = floats[_F["read_rate"]]
-        slack = slack_s(floats[_F["unread"]], floats[_F["unread_time"]], rate, now)
-        slack = np.where(started, np.where(has_reader, slack, np.inf), np.nan)
         return SessionColumns(
             slot=ints[_I["slot"]],
             state=ints[_I["state"]],
             arrival_time=floats[_F["arrival_time"]],
             wait_since_time=floats[_F["wait_since_time"]],
             running_since_time=floats[_F["running_since_time"]],
-            slack_s=slack,
+            slack_s=slack_s(floats[_F["unread"]], floats[_F["unread_time"]], rate, now),
             read_rate=rate,
-            has_reader=has_reader,
-            started=started,
+            has_reader=ints[_I["has_reader"]].astype(np.bool_),
+            started=ints[_I["started"]].astype(np.bool_),
             pausable=ints[_I["pausable"]].astype(np.bool_),
             priority=floats[_F["priority"]],
             num_prompt_tokens=ints[_I["num_prompt_tokens"]],
@@ -310,10 +305,13 @@ class SessionTable:
         self._write_progress(session)
 
     def _write_reader(self, session: Session) -> None:
-        reader, slot, floats = session.reader, session.slot, self._floats
-        floats[_F["unread"], slot] = reader.num_unread
-        floats[_F["unread_time"], slot] = reader.num_unread_time
-        floats[_F["read_rate"], slot] = reader.rate
+        unread, unread_time, rate = session.reader.state
+        if session.reader.started and not session.request.has_reader:
+            unread = float("inf")
+        slot, floats = session.slot, self._floats
+        floats[_F["unread"], slot] = unread
+        floats[_F["unread_time"], slot] = unread_time
+        floats[_F["read_rate"], slot] = rate
 
     def _write_progress(self, session: Session) -> None:
         slot, ints = session.slot, self._ints
@@ -354,6 +352,3 @@ class SessionTable:
         self._floats = np.concatenate([self._floats, np.zeros_like(self._floats)], axis=1)
         self._ints = np.concatenate([self._ints, np.zeros_like(self._ints)], axis=1)
         self._free_slots.extend(range(2 * old - 1, old - 1, -1))
-
-
-__all__ = ["IN_ENGINE", "TRANSITIONS", "FloatArray", "Session", "SessionTable"]
