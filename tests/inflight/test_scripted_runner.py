@@ -1,0 +1,116 @@
+"""The scripted runner must notice wrong blocks, else the tests built on it prove nothing."""
+
+import pytest
+
+from tokenflow.errors import ConfigError
+from tokenflow.executor.api import Request
+from tokenflow.inflight.runner import BlockCopy, SequenceChunk
+from tokenflow.inflight.scripted_runner import ScriptedRunner, create_scripted_runner
+from tokenflow.inflight.scripts import counting, echo, expected, fixed, pseudo_random
+
+VOCAB = 100
+
+
+@pytest.fixture
+def runner():
+    runner = ScriptedRunner(pseudo_random(VOCAB), VOCAB)
+    runner.allocate_kv(8, 4)
+    runner.add_request(1, Request(input_token_ids=(1, 2, 3, 4, 5), max_tokens=9))
+    runner.forward([SequenceChunk(1, (1, 2, 3, 4, 5), 0, [0, 1], True, 0)])
+    return runner
+
+
+def next_of(runner, block_ids):
+    return runner.forward([SequenceChunk(1, (6,), 5, block_ids, True, 1)]).token_ids
+
+
+def test_right_blocks_give_the_script(runner):
+    assert next_of(runner, [0, 1]) == expected(pseudo_random(VOCAB), (1, 2, 3, 4, 5, 6), 1)[0]
+
+
+def test_block_that_was_never_computed(runner):
+    with pytest.raises(RuntimeError, match="no KV"):
+        next_of(runner, [0, 2])
+    with pytest.raises(RuntimeError, match="no KV"):
+        next_of(runner, [3, 1])
+
+
+def test_swapped_blocks(runner):
+    with pytest.raises(RuntimeError):
+        next_of(runner, [1, 0])
+
+
+def test_same_tokens_behind_another_history(runner):
+    runner.add_request(2, Request(input_token_ids=(9, 2, 3, 4, 5), max_tokens=9))
+    runner.forward([SequenceChunk(2, (9, 2, 3, 4, 5), 0, [2, 3], True, 0)])
+    with pytest.raises(RuntimeError, match="another history"):
+        next_of(runner, [0, 3])
+
+
+def test_blocks_of_another_request(runner):
+    runner.add_request(2, Request(input_token_ids=(9, 2, 3, 4, 5), max_tokens=9))
+    runner.forward([SequenceChunk(2, (9, 2, 3, 4, 5), 0, [2, 3], True, 0)])
+    with pytest.raises(RuntimeError, match="another prompt"):
+        next_of(runner, [2, 3])
+
+
+def test_one_block_given_to_two_sequences(runner):
+    runner.add_request(2, Request(input_token_ids=(1, 2, 3, 4, 7), max_tokens=9))
+    chunks = [
+        SequenceChunk(1, (6,), 5, [0, 1], True, 1),
+        SequenceChunk(2, (7,), 4, [0, 1], True, 0),
+    ]
+    with pytest.raises(RuntimeError):
+        runner.forward(chunks)
+
+
+def test_copies_carry_content_and_nothing_more(runner):
+    runner.copy_blocks([BlockCopy(0, 4, 3)])
+    runner.add_request(2, Request(input_token_ids=(1, 2, 3, 8), max_tokens=9))
+    output = runner.forward([SequenceChunk(2, (8,), 3, [4], True, 0)])
+    assert output.token_ids == expected(pseudo_random(VOCAB), (1, 2, 3, 8), 1)[0]
+    runner.copy_blocks([BlockCopy(0, 5, 3)])
+    with pytest.raises(RuntimeError, match="no KV"):
+        next_of(runner, [5, 1])
+    with pytest.raises(RuntimeError, match="does not exist"):
+        runner.copy_blocks([BlockCopy(1, 6, 3)])
+
+
+def test_block_list_must_cover_the_chunk_exactly(runner):
+    for block_ids in ([0], [0, 1, 2]):
+        with pytest.raises(RuntimeError, match="cover"):
+            next_of(runner, block_ids)
+
+
+def test_requests_are_added_and_removed_once(runner):
+    with pytest.raises(ValueError, match="twice"):
+        runner.add_request(1, Request(input_token_ids=(1,), max_tokens=1))
+    runner.remove_request(1)
+    with pytest.raises(KeyError):
+        runner.remove_request(1)
+
+
+def test_step_time_is_spent_in_the_given_sleep():
+    slept = []
+    runner = ScriptedRunner(counting(VOCAB), VOCAB, step_s=0.25, sleep=slept.append)
+    runner.allocate_kv(1, 4)
+    runner.add_request(1, Request(input_token_ids=(1,), max_tokens=1))
+    runner.forward([SequenceChunk(1, (1,), 0, [0], True, 0)])
+    assert slept == [0.25]
+
+
+def test_scripts():
+    assert expected(counting(5), (9, 2), 4)[0] == [3, 4, 0, 1]
+    assert expected(echo(3), (7, 8, 9), 5)[0] == [7, 8, 9, 7, 8]
+    assert expected(fixed([4, 5], 2, then=0), (1, 1), 4)[0] == [4, 5, 0, 0]
+    ids, log_probs = expected(pseudo_random(VOCAB), (1, 2), 20)
+    assert len(set(ids)) > 10
+    assert all(log_prob < 0 for log_prob in log_probs)
+    assert expected(pseudo_random(VOCAB), [1, 2, *ids[:7]], 13) == (ids[7:], log_probs[7:])
+    assert expected(pseudo_random(VOCAB, seed=1), (1, 2), 20)[0] != ids
+
+
+def test_runner_by_name():
+    assert create_scripted_runner("echo", vocab_size=50).vocab_size == 50
+    with pytest.raises(ConfigError, match="counting"):
+        create_scripted_runner("nothing")

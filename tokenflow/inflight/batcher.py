@@ -1,0 +1,304 @@
+"""In-flight batching: the engine's iteration, without threads and without a clock.
+
+Owns the waiting queue, the active list and the order of an iteration (TensorRT-LLM's, for a step
+that runs synchronously):
+
+    begin_step   boundary: cancels, new requests, capacity, choice of tokens
+    forward      the runner computes; cancels and requests may be handed in meanwhile
+    finish_step  boundary: sampled tokens, natural ends, cancels, responses, statistics
+
+Cancels are taken at both boundaries, so `cancel(a)` then `enqueue(b)` at any moment gives b the
+slot and the blocks of a in the next step. One that came during `forward` finds its request with a
+token more: if that token ended the request, the natural final response is sent and nothing else;
+otherwise the token is lost and the final response is CANCELLED without tokens. A cancelled request
+that waits, or that the engine paused itself, ends at the next boundary too (TensorRT-LLM lets it
+run a step first).
+
+A request refused by admission.py gets its error response at the first boundary after `enqueue`,
+even while the batch is full. Waiting requests become active while there are fewer active ones than
+`max_batch_size`, and beyond that if their priority exceeds the lowest active one.
+
+If the runner fails, every active request gets an error response and its blocks are freed without
+being stored; what waits goes on. Each request gets exactly one final response.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tokenflow.errors import InternalError
+from tokenflow.executor.api import (
+    ExecutorConfig,
+    FinishReason,
+    IterationStats,
+    Request,
+    Response,
+)
+from tokenflow.inflight.admission import (
+    AdmissionLimits,
+    admitted_max_tokens,
+    check_engine_limits,
+)
+from tokenflow.inflight.capacity import capacity_policy
+from tokenflow.inflight.iteration import Iteration
+from tokenflow.inflight.kv_cache import KvCacheManager
+from tokenflow.inflight.responses import cancelled_response, error_response, result_response
+from tokenflow.inflight.runner import Runner, SequenceChunk
+from tokenflow.inflight.sequence import SequenceState
+from tokenflow.inflight.token_budget import PlannedChunk, TokenBudget
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step produced. There are `stats` for each step with active requests and for the one
+    after the last of them; request counts are those during the step, KV figures those at its end.
+    """
+
+    responses: list[Response]
+    stats: IterationStats | None
+
+
+class InflightBatcher:
+    """Drives a runner. Not thread-safe; `enqueue` and `cancel` may be called at any moment between
+    the phases of a step, by the thread that runs it."""
+
+    def __init__(self, runner: Runner, config: ExecutorConfig) -> None:
+        """Allocates the runner's KV pool. Raises ConfigError for limits that cannot work."""
+        check_engine_limits(config)
+        self._runner = runner
+        self._config = config
+        self._budget = TokenBudget.of(config)
+        self._capacity = capacity_policy(config.scheduler_config.capacity_scheduler_policy)
+        self.kv = KvCacheManager(config.kv_cache_config, config.tokens_per_block)
+        self._limits = AdmissionLimits(config, runner.vocab_size, self.kv.num_total_blocks)
+        runner.allocate_kv(self.kv.num_total_blocks, config.tokens_per_block)
+        self._new: list[tuple[int, Request]] = []
+        self._cancels: dict[int, None] = {}
+        self._waiting: list[SequenceState] = []
+        self._active: list[SequenceState] = []
+        self._live_ids: set[int] = set()
+        self._num_arrivals = 0
+        self._iteration: Iteration | None = None
+        self._iter = 0
+        self._num_completed = 0
+        self._last_num_active = 0
+        self._context_waited = False
+
+    @property
+    def num_active(self) -> int:
+        """Requests taken from the queue, whether or not they hold blocks."""
+        return len(self._active)
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait to become active."""
+        return len(self._new) + len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """False when a step would do nothing."""
+        return bool(self._new or self._waiting or self._active or self._last_num_active)
+
+    def enqueue(self, request_id: int, request: Request) -> None:
+        """Queue a request; ids must be unique over the batcher's life."""
+        self._new.append((request_id, request))
+        self._live_ids.add(request_id)
+
+    def cancel(self, request_id: int) -> None:
+        """Ask for the end of a request; unknown and finished ids are ignored."""
+        if request_id in self._live_ids:
+            self._cancels[request_id] = None
+
+    def drop_queued(self) -> None:
+        """Forget everything that is not active, without responses (shutdown)."""
+        for request_id in [i for i, _ in self._new] + [s.request_id for s in self._waiting]:
+            self._forget(request_id)
+        self._new.clear()
+        self._waiting.clear()
+
+    def begin_step(self, now: float) -> list[Response]:
+        """First boundary at instant `now`: returns the final responses of cancelled and refused
+        requests and fixes what `forward` computes."""
+        if self._iteration is not None:
+            raise InternalError("begin_step called twice")
+        responses = self._admit_new()
+        responses += self._take_cancels()
+        self._fetch()
+        iteration = Iteration(now)
+        iteration.num_paused = self._capacity.schedule(
+            self._active, self.kv, self._config.max_batch_size
+        )
+        responses += self._introduce_to_runner()
+        iteration.chunks, self._context_waited = self._budget.choose(
+            [s for s in self._active if s.is_started], context_waited=self._context_waited
+        )
+        iteration.num_active, iteration.num_queued = len(self._active), len(self._waiting)
+        self._iteration = iteration
+        return responses
+
+    def forward(self) -> None:
+        """Compute the step on the runner. Its failure is kept for `finish_step`."""
+        iteration = self._current()
+        if not iteration.chunks:
+            return
+        try:
+            copies = self.kv.take_copies()
+            if copies:
+                self._runner.copy_blocks(copies)
+            output = self._runner.forward([self._runner_chunk(c) for c in iteration.chunks])
+            iteration.set_output(output, self._runner.vocab_size)
+        except Exception as error:
+            iteration.failure = f"Encountered an error in forward function: {error}"
+
+    def finish_step(self, now: float) -> StepResult:
+        """Second boundary at instant `now`: takes the sampled tokens and returns the responses."""
+        iteration = self._current()
+        self._iteration = None
+        if iteration.failure is not None:
+            responses = self._fail_active(iteration.failure)
+        else:
+            responses = self._update(iteration)
+        stats = None
+        if iteration.num_active or self._last_num_active:
+            stats = iteration.stats(
+                now, self._iter, self._num_completed, self._config.max_batch_size, self.kv.stats()
+            )
+            self._iter += 1
+            self._num_completed = 0
+        self._last_num_active = iteration.num_active
+        return StepResult(responses, stats)
+
+    def step(self, now: float) -> StepResult:
+        """A whole iteration that takes no time; its responses include those of `begin_step`."""
+        responses = self.begin_step(now)
+        self.forward()
+        result = self.finish_step(now)
+        return replace(result, responses=responses + result.responses)
+
+    def check_integrity(self) -> None:
+        """Assert the invariants that hold between steps; for tests and idle moments."""
+        self.kv.check_integrity()
+        assert self._iteration is None
+        assert sum(s.is_started for s in self._active) <= self._config.max_batch_size
+        assert self._active == sorted(self._active, key=lambda s: s.sort_key)
+        assert not any(s.is_started for s in self._waiting)
+        if not any(s.is_started for s in self._active):
+            assert self.kv.num_used_blocks == 0, "blocks referenced by nobody"
+
+    def _current(self) -> Iteration:
+        if self._iteration is None:
+            raise InternalError("no step was begun")
+        return self._iteration
+
+    def _admit_new(self) -> list[Response]:
+        responses: list[Response] = []
+        for request_id, request in self._new:
+            try:
+                max_tokens = admitted_max_tokens(request, self._limits)
+            except Exception as error:  # a malformed request must not end the others
+                responses.append(_refusal(request_id, request, error))
+                self._forget(request_id)
+                continue
+            self._num_arrivals += 1
+            sequence = SequenceState(
+                request_id=request_id,
+                request=request,
+                order=self._num_arrivals,
+                max_tokens=max_tokens,
+                token_ids=list(request.input_token_ids),
+            )
+            bisect.insort(self._waiting, sequence, key=lambda s: s.sort_key)
+        self._new.clear()
+        return responses
+
+    def _take_cancels(self) -> list[Response]:
+        """End the cancelled requests; those not admitted yet wait for the next `begin_step`."""
+        responses: list[Response] = []
+        for sequence in [s for s in self._active + self._waiting if s.request_id in self._cancels]:
+            responses.append(cancelled_response(sequence))
+            self._remove(sequence, keep_kv=True)
+        return responses
+
+    def _fetch(self) -> None:
+        waiting, active = self._waiting, self._active
+        while waiting and (
+            len(active) < self._config.max_batch_size
+            or waiting[0].request.priority > active[-1].request.priority
+        ):
+            bisect.insort(active, waiting.pop(0), key=lambda s: s.sort_key)
+
+    def _introduce_to_runner(self) -> list[Response]:
+        responses: list[Response] = []
+        for sequence in [s for s in self._active if s.is_started and not s.is_known_to_runner]:
+            try:
+                self._runner.add_request(sequence.request_id, sequence.request)
+            except Exception as error:
+                responses.append(_refusal(sequence.request_id, sequence.request, error))
+                self._remove(sequence, keep_kv=False)
+            else:
+                sequence.is_known_to_runner = True
+        return responses
+
+    def _runner_chunk(self, chunk: PlannedChunk) -> SequenceChunk:
+        sequence = chunk.sequence
+        assert sequence.blocks is not None
+        return SequenceChunk(
+            request_id=sequence.request_id,
+            token_ids=tuple(sequence.token_ids[chunk.start : chunk.end]),
+            start=chunk.start,
+            block_ids=sequence.blocks.slots(self.kv.num_blocks_for(chunk.end)),
+            samples=chunk.samples,
+            num_generated=sequence.num_generated,
+        )
+
+    def _update(self, iteration: Iteration) -> list[Response]:
+        sampled: Iterator[tuple[int, float]] = iter(())
+        if iteration.output is not None:
+            sampled = zip(iteration.output.token_ids, iteration.output.log_probs, strict=True)
+        responses: list[Response] = []
+        for chunk in iteration.chunks:
+            sequence, samples = chunk.sequence, chunk.samples
+            sequence.num_computed = chunk.end
+            if samples:
+                sequence.append(*next(sampled), self._iter)
+            assert sequence.blocks is not None
+            self.kv.store_full_blocks(sequence.blocks, sequence.token_ids, sequence.num_computed)
+        for sequence in list(self._active):
+            if sequence.finish_reason is not FinishReason.NOT_FINISHED:
+                responses += self._sent(sequence)
+                self._remove(sequence, keep_kv=True)
+        responses += self._take_cancels()
+        for sequence in self._active:
+            responses += self._sent(sequence)
+        return responses
+
+    @staticmethod
+    def _sent(sequence: SequenceState) -> list[Response]:
+        response = result_response(sequence)
+        return [] if response is None else [response]
+
+    def _fail_active(self, message: str) -> list[Response]:
+        responses = [error_response(s.request_id, s.request, message) for s in self._active]
+        for sequence in list(self._active):
+            self._remove(sequence, keep_kv=False)
+        return responses + self._take_cancels()
+
+    def _remove(self, sequence: SequenceState, *, keep_kv: bool) -> None:
+        sequence.stop(self.kv, keep=keep_kv)
+        if sequence.is_known_to_runner:
+            sequence.is_known_to_runner = False
+            self._runner.remove_request(sequence.request_id)
+        (self._active if sequence in self._active else self._waiting).remove(sequence)
+        self._forget(sequence.request_id)
+        self._num_completed += 1
+
+    def _forget(self, request_id: int) -> None:
+        self._live_ids.remove(request_id)
+        self._cancels.pop(request_id, None)
+
+
+def _refusal(request_id: int, request: Request, error: Exception) -> Response:
+    message = f"Encountered an error when fetching new request: {error}"
+    return error_response(request_id, request, message)

@@ -1,0 +1,193 @@
+"""The embedded engine as an Executor: one thread around the in-flight batcher.
+
+Owns the engine's thread, its inbox (requests and cancels, in the order of the calls) and the ready
+responses. Semantics are those of executor/api.py; TensorRT-LLM facts that matter here:
+
+- the responses of a step become visible together, with its statistics;
+- `enqueue_request` raises RuntimeError when `max_queue_size` requests wait (None: no bound), and
+  `enqueue_requests` takes all or none;
+- an idle engine sleeps on a condition;
+- after `shutdown` was called every other call raises, a waiting `await_responses` included, and
+  responses nobody fetched are gone.
+
+One lock guards what callers and the thread share; it is never held while the batcher works. The
+inbox stays bounded by the requests alive: a cancel of an id whose final response is ready, or that
+was cancelled already, is dropped at once.
+
+If the batcher raises (a bug, or a runner that cannot even forget a request), every request alive
+gets an error response and the engine takes no more work.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from tokenflow.clock import Clock, MonotonicClock
+from tokenflow.executor.api import ExecutorConfig, IterationStats, Request, Response
+from tokenflow.inflight.batcher import InflightBatcher
+from tokenflow.inflight.responses import error_response
+from tokenflow.inflight.runner import Runner
+
+
+class InflightExecutor:
+    """Implements `executor.api.Executor` on a runner.
+
+    The runner is used by the constructor (KV pool) and from then on by the engine's thread only.
+    Raises ConfigError for a configuration that this engine cannot serve.
+    """
+
+    def __init__(self, runner: Runner, config: ExecutorConfig, clock: Clock | None = None) -> None:
+        self._clock = clock or MonotonicClock()
+        self._batcher = InflightBatcher(runner, config)
+        self._max_queue_size = config.max_queue_size
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._ready = threading.Condition(self._lock)
+        self._inbox: deque[tuple[int, Request | None]] = deque()
+        self._live: dict[int, Request] = {}
+        self._cancelled: set[int] = set()
+        self._num_queued = 0
+        self._next_id = 1
+        self._responses: deque[Response] = deque()
+        self._stats: deque[IterationStats] = deque(maxlen=config.iter_stats_max_iterations)
+        self._is_shutdown = False
+        self._failure: str | None = None
+        self._thread = threading.Thread(target=self._run, name="inflight-engine", daemon=True)
+        self._thread.start()
+
+    def enqueue_request(self, request: Request) -> int:
+        """See Executor."""
+        return self.enqueue_requests([request])[0]
+
+    def enqueue_requests(self, requests: Sequence[Request]) -> list[int]:
+        """See Executor. Raises RuntimeError when not all of them fit in the queue."""
+        with self._lock:
+            self._check_running()
+            if self._failure is not None:
+                raise RuntimeError(self._failure)
+            limit = self._max_queue_size
+            if limit is not None and self._num_queued + len(requests) > limit:
+                raise RuntimeError(
+                    f"Maximum queue size of {limit} has been reached, please try again later"
+                )
+            ids = list(range(self._next_id, self._next_id + len(requests)))
+            self._next_id += len(requests)
+            self._num_queued += len(requests)
+            for request_id, request in zip(ids, requests, strict=True):
+                self._live[request_id] = request
+                self._inbox.append((request_id, request))
+            self._work.notify()
+        return ids
+
+    def await_responses(self, timeout: timedelta | None = None) -> list[Response]:
+        """See Executor."""
+        seconds = None if timeout is None else timeout.total_seconds()
+        with self._lock:
+            self._ready.wait_for(lambda: self._responses or self._is_shutdown, seconds)
+            self._check_running()
+            responses = list(self._responses)
+            self._responses.clear()
+        return responses
+
+    def get_num_responses_ready(self) -> int:
+        """See Executor."""
+        with self._lock:
+            self._check_running()
+            return len(self._responses)
+
+    def cancel_request(self, id: int) -> None:
+        """See Executor."""
+        with self._lock:
+            self._check_running()
+            if id in self._live and id not in self._cancelled:
+                self._cancelled.add(id)
+                self._inbox.append((id, None))
+                self._work.notify()
+
+    def get_latest_iteration_stats(self) -> list[IterationStats]:
+        """See Executor; at most `iter_stats_max_iterations`, older ones are lost."""
+        with self._lock:
+            self._check_running()
+            stats = list(self._stats)
+            self._stats.clear()
+        return stats
+
+    def can_enqueue_requests(self) -> bool:
+        """See Executor."""
+        with self._lock:
+            return not self._is_shutdown and self._failure is None
+
+    def get_kv_cache_event_manager(self) -> Any | None:
+        """None: this engine has no KV events."""
+        return None
+
+    def shutdown(self) -> None:
+        """See Executor. Returns when the engine's thread has ended."""
+        with self._lock:
+            self._is_shutdown = True
+            self._work.notify_all()
+            self._ready.notify_all()
+        self._thread.join()
+
+    def _check_running(self) -> None:
+        if self._is_shutdown:
+            raise RuntimeError("Shutdown called, the executor takes no further calls")
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._publish(self._batcher.begin_step(self._clock.now()), None)
+                self._batcher.forward()
+                self._take_inbox()
+                result = self._batcher.finish_step(self._clock.now())
+                self._publish(result.responses, result.stats)
+        except Exception as error:
+            self._fail(f"The engine failed and takes no more requests: {error!r}")
+
+    def _wait_for_work(self) -> bool:
+        """Sleep until there is something to do; False when the thread has to end."""
+        with self._lock:
+            self._work.wait_for(lambda: self._inbox or self._is_shutdown or self._batcher.has_work)
+            stopping = self._is_shutdown
+        self._take_inbox()
+        if stopping:
+            self._batcher.drop_queued()
+            return self._batcher.num_active > 0
+        return True
+
+    def _take_inbox(self) -> None:
+        with self._lock:
+            inbox, self._inbox = self._inbox, deque()
+        for request_id, request in inbox:
+            if request is None:
+                self._batcher.cancel(request_id)
+            else:
+                self._batcher.enqueue(request_id, request)
+
+    def _publish(self, responses: list[Response], stats: IterationStats | None) -> None:
+        with self._lock:
+            num_undelivered = sum(request is not None for _, request in self._inbox)
+            self._num_queued = self._batcher.num_queued + num_undelivered
+            if stats is not None:
+                self._stats.append(stats)
+            for response in responses:
+                if response.payload is None or response.payload.is_final:
+                    del self._live[response.request_id]
+                    self._cancelled.discard(response.request_id)
+            if responses:
+                self._responses.extend(responses)
+                self._ready.notify_all()
+
+    def _fail(self, message: str) -> None:
+        with self._lock:
+            self._failure = message
+            self._inbox.clear()
+            self._num_queued = 0
+            self._responses.extend(error_response(i, r, message) for i, r in self._live.items())
+            self._live.clear()
+            self._cancelled.clear()
+            self._ready.notify_all()

@@ -1,0 +1,75 @@
+"""Responses and errors of the engine, built from a sequence.
+
+Owns what a response carries (TensorRT-LLM behaviour): streaming responses hold the tokens since the
+previous one and never the prompt; others come once, with the prompt unless it is excluded; a
+cancelled request's final response has no generated tokens.
+"""
+
+from __future__ import annotations
+
+from tokenflow.executor.api import (
+    FinishReason,
+    Request,
+    RequestPerfMetrics,
+    Response,
+    Result,
+)
+from tokenflow.inflight.sequence import SequenceState
+
+
+def result_response(sequence: SequenceState) -> Response | None:
+    """What is to be sent after a step: new tokens, the end, or nothing (None). Marks it as sent."""
+    request, reason = sequence.request, sequence.finish_reason
+    is_final = reason is not FinishReason.NOT_FINISHED
+    has_new = request.streaming and sequence.num_sent < sequence.num_generated
+    if not is_final and not has_new:
+        return None
+    start = sequence.num_sent
+    sequence.num_sent = sequence.num_generated
+    token_ids = sequence.token_ids[sequence.num_prompt_tokens + start :]
+    if not request.streaming and not request.output_config.exclude_input_from_output:
+        token_ids = list(request.input_token_ids) + token_ids
+    return _response(sequence, token_ids, sequence.log_probs[start:], reason)
+
+
+def cancelled_response(sequence: SequenceState) -> Response:
+    """The one final response of a cancelled request: CANCELLED and no generated tokens."""
+    request = sequence.request
+    keep_prompt = not request.streaming and not request.output_config.exclude_input_from_output
+    token_ids = list(request.input_token_ids) if keep_prompt else []
+    return _response(sequence, token_ids, [], FinishReason.CANCELLED)
+
+
+def error_response(request_id: int, request: Request, message: str) -> Response:
+    """An error; always final."""
+    return Response(request_id=request_id, client_id=request.client_id, error=message)
+
+
+def _response(
+    sequence: SequenceState, token_ids: list[int], log_probs: list[float], reason: FinishReason
+) -> Response:
+    """log_probs: of the generated tokens only; the prompt has none."""
+    output = sequence.request.output_config
+    is_final = reason is not FinishReason.NOT_FINISHED
+    metrics = None
+    if is_final and output.return_perf_metrics:
+        metrics = RequestPerfMetrics(
+            kv_cache_metrics=sequence.kv_metrics,
+            num_reused_tokens=sequence.num_reused_tokens,
+            first_iter=sequence.first_iter,
+            last_iter=sequence.last_iter,
+        )
+    return Response(
+        request_id=sequence.request_id,
+        client_id=sequence.request.client_id,
+        payload=Result(
+            is_final=is_final,
+            output_token_ids=[token_ids],
+            finish_reasons=[reason],
+            log_probs=[log_probs] if output.return_log_probs else None,
+            cum_log_probs=[sequence.cum_log_prob] if output.return_log_probs else None,
+            is_sequence_final=is_final,
+            decoding_iter=sequence.num_sampled,
+            request_perf_metrics=metrics,
+        ),
+    )
