@@ -1,0 +1,230 @@
+"""Small clients for a running server: one gRPC stream, HTTP generate, metrics, processes."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import queue
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as triton_grpc
+
+from triton_backend.launcher import TritonServer
+
+MODEL = "ensemble"
+_TIMEOUT_S = 20.0
+_TYPES = {
+    "text_input": "BYTES", "stop_words": "BYTES", "bad_words": "BYTES", "max_tokens": "INT32",
+    "stream": "BOOL", "stop": "BOOL", "ack_tokens": "INT32", "end_id": "INT32", "top_k": "INT32",
+    "temperature": "FP32", "top_p": "FP32", "read_rate": "FP32", "priority": "FP32",
+    "seed": "UINT64", "return_log_probs": "BOOL", "return_num_output_tokens": "BOOL",
+    "return_num_input_tokens": "BOOL", "repetition_penalty": "FP32",
+}  # fmt: skip
+_NUMPY = {"BYTES": object, "INT32": np.int32, "BOOL": bool, "FP32": np.float32, "UINT64": np.uint64}
+
+
+@dataclass
+class Answer:
+    """Everything one request got. error: the message of the error that ended it."""
+
+    responses: list[dict[str, Any]] = field(default_factory=list)
+    receipt_times: list[float] = field(default_factory=list)
+    finals: list[bool] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(response.get("text_output", "") for response in self.responses)
+
+    @property
+    def finish_reason(self) -> str | None:
+        return next((r["finish_reason"] for r in self.responses if "finish_reason" in r), None)
+
+
+def make_input(name: str, value: object) -> Any:
+    kind = _TYPES[name]
+    values = value if isinstance(value, list) else [value]
+    data = [v.encode() if isinstance(v, str) else v for v in values]
+    array = np.array([data], dtype=_NUMPY[kind])
+    tensor = triton_grpc.InferInput(name, list(array.shape), kind)
+    tensor.set_data_from_numpy(array)
+    return tensor
+
+
+class GrpcStream:
+    """One gRPC stream with any number of requests on it; use as a context manager."""
+
+    def __init__(self, server: TritonServer) -> None:
+        self._client = triton_grpc.InferenceServerClient(server.grpc_url)
+        self._arrived: queue.Queue[tuple[float, Any, Any]] = queue.Queue()
+        self._client.start_stream(
+            lambda result, error: self._arrived.put((time.monotonic(), result, error))
+        )
+
+    def send(
+        self,
+        request_id: str = "",
+        *,
+        outputs: Sequence[str] = (),
+        parameters: Mapping[str, Any] | None = None,
+        empty_final: bool = True,
+        **inputs: object,
+    ) -> None:
+        self._client.async_stream_infer(
+            MODEL,
+            [make_input(name, value) for name, value in inputs.items()],
+            request_id=request_id,
+            outputs=[triton_grpc.InferRequestedOutput(name) for name in outputs] or None,
+            parameters=dict(parameters or {}),
+            enable_empty_final_response=empty_final,
+        )
+
+    def next(self, timeout_s: float = _TIMEOUT_S) -> tuple[str, float, dict[str, Any], bool, Any]:
+        """(id, receipt time, outputs, final flag, error) of the next response."""
+        when, result, error = self._arrived.get(timeout=timeout_s)
+        if error is not None:
+            return "", when, {}, True, error
+        response = result.get_response()
+        outputs = {}
+        for output in response.outputs:
+            value = result.as_numpy(output.name).reshape(-1).tolist()
+            plain = [v.decode() if isinstance(v, bytes) else v for v in value]
+            outputs[output.name] = plain if output.name == "output_log_probs" else plain[0]
+        flag = response.parameters.get("triton_final_response")
+        return response.id, when, outputs, bool(flag and flag.bool_param), None
+
+    def collect(
+        self, num_requests: int = 1, *, until: Callable[[dict[str, Answer]], bool] | None = None
+    ) -> dict[str, Answer]:
+        """Read until `num_requests` finals (or errors) came, or `until` says so; by request id."""
+        answers: dict[str, Answer] = {}
+        num_ended = 0
+        while num_ended < num_requests:
+            request_id, when, outputs, final, error = self.next()
+            answer = answers.setdefault(request_id, Answer())
+            if error is not None:
+                answer.error = error.message()
+            else:
+                answer.responses.append(outputs)
+                answer.receipt_times.append(when)
+                answer.finals.append(final)
+            num_ended += final
+            if until is not None and until(answers):
+                break
+        return answers
+
+    def ask(self, **inputs: Any) -> Answer:
+        """One request to its end."""
+        self.send(inputs.pop("request_id", ""), **inputs)
+        (answer,) = self.collect().values()
+        return answer
+
+    def is_silent(self, seconds: float) -> bool:
+        """True when nothing more comes."""
+        with contextlib.suppress(queue.Empty):
+            self._arrived.get(timeout=seconds)
+            return False
+        return True
+
+    def close(self, *, cancel: bool = False) -> None:
+        self._client.stop_stream(cancel_requests=cancel)
+        self._client.close()
+
+    def __enter__(self) -> GrpcStream:
+        return self
+
+    def __exit__(self, kind: object, *args: object) -> None:
+        # Not cancelled after a good end: a cancel that crosses the server's work on the last
+        # response can make this Triton keep the model referenced, and its exit then times out.
+        self.close(cancel=kind is not None)
+
+
+def post(server: TritonServer, route: str, body: object) -> tuple[int, str]:
+    """POST to generate or generate_stream; (status, body)."""
+    with open_post(server, route, body) as response:
+        return response.status, response.read().decode("utf-8", "strict")
+
+
+@contextlib.contextmanager
+def open_post(server: TritonServer, route: str, body: object) -> Iterator[http.client.HTTPResponse]:
+    """The response as soon as its head is there; leaving closes the connection."""
+    host, port = server.http_url.split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=_TIMEOUT_S)
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    try:
+        connection.request("POST", f"/v2/models/{MODEL}/{route}", data)
+        yield connection.getresponse()
+    finally:
+        connection.close()
+
+
+def events_of(body: str) -> list[dict[str, Any]]:
+    """The JSON objects of an SSE body."""
+    lines = [line for line in body.split("\n") if line]
+    assert all(line.startswith("data: ") for line in lines), lines
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def metric(server: TritonServer, name: str, **labels: str) -> float:
+    """One value of /metrics."""
+    host, port = server.metrics_url.split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=_TIMEOUT_S)
+    try:
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode()
+    finally:
+        connection.close()
+    for line in text.splitlines():
+        match = re.fullmatch(rf"{name}\{{(.*)\}} (\S+)", line)
+        if match and all(f'{key}="{value}"' in match.group(1) for key, value in labels.items()):
+            return float(match.group(2))
+    raise AssertionError(f"no metric {name} {labels}")
+
+
+def num_active(server: TritonServer) -> float:
+    """Unfinished requests in the server."""
+    states = ("running", "waiting", "paused")
+    return sum(metric(server, "tokenflow_active_requests", state=state) for state in states)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> float:
+    """Seconds until the condition held; fails after `timeout_s`."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < timeout_s, "condition never held"
+        time.sleep(0.02)
+    return time.monotonic() - start
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids of all children, grandchildren, … of a process."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+            if fields[0] != "Z":
+                parents[int(stat.parent.name)] = int(fields[1])
+    found = [pid]
+    for candidate in found:
+        found.extend(child for child, parent in parents.items() if parent == candidate)
+    return found[1:]
+
+
+def is_alive(pid: int) -> bool:
+    """False for a process that is gone or a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def shm_files(prefix: str) -> list[str]:
+    return [name for name in os.listdir("/dev/shm") if name.startswith(prefix)]

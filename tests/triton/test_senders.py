@@ -1,0 +1,341 @@
+"""The sender thread and the service in front of it, without Triton."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.triton.fakes import FakeChannel, FakeRuntime, byte_level_tokenizer, event
+from tokenflow.clock import ManualClock
+from tokenflow.config import ServingConfig
+from tokenflow.errors import CapacityError, EngineError, OverloadedError
+from tokenflow.types import EndReason, GenerateRequest
+from triton_backend.codec import TextRequest
+from triton_backend.control import Acknowledgement, StopRequest
+from triton_backend.responses import OUTPUT_NAMES, select_outputs
+from triton_backend.senders import Sender
+from triton_backend.service import TextService
+from triton_backend.stream import ErrorCode, TextStream
+from triton_backend.work import Controlled, Opened, Refused
+
+TOKENIZER = byte_level_tokenizer()
+
+
+class Bench:
+    """A sender that runs only when told, with a clock that moves only when told."""
+
+    def __init__(self, on_tick: object = None) -> None:
+        self.clock = ManualClock(100.0)
+        self.runtime = FakeRuntime()
+        self.sender = Sender(self.clock, poll_period_s=0.1, tick_period_s=0.1)
+        self.sender.attach(self.runtime, on_tick)  # type: ignore[arg-type]
+
+    def open(
+        self, handle: int, request_id: str = "", *, streaming: bool = True, stops: tuple = ()
+    ) -> FakeChannel:
+        channel = FakeChannel()
+        request = TextRequest(
+            generate=GenerateRequest(
+                request_id=request_id,
+                input_token_ids=(1,),
+                max_tokens=99,
+                arrival_time=0.0,
+                streaming=streaming,
+            ),
+            stop_strings=stops,
+            return_num_output_tokens=True,
+        )
+        outputs = select_outputs(OUTPUT_NAMES, request)
+        self.sender.post(Opened(handle, channel, TextStream(request, TOKENIZER), outputs))
+        return channel
+
+    def turn(self) -> bool:
+        return self.sender.turn(max_wait_s=0.0)
+
+
+def test_tokens_then_final_on_the_last() -> None:
+    bench = Bench()
+    channel = bench.open(1)
+    for item in (event(1, b"a"), event(1, b"b"), event(1, b"c", end=EndReason.LENGTH)):
+        bench.sender.post(item)
+        bench.turn()
+    assert [response["text_output"] for response in channel.sent] == ["a", "b", "c"]
+    assert channel.sent[-1]["finish_reason"] == "length"
+    assert (channel.num_finals, bench.sender.num_open) == (1, 0)
+
+
+def test_what_gathered_while_busy_goes_out_as_one_response() -> None:
+    bench = Bench()
+    one, two = bench.open(1), bench.open(2)
+    for text in (b"a", b"b", b"c"):
+        bench.sender.post(event(1, text))
+        bench.sender.post(event(2, text))
+    bench.turn()
+    assert [r["text_output"] for r in one.sent] == ["abc"]
+    assert [r["num_output_tokens"] for r in two.sent] == [3]
+
+
+def test_events_may_overtake_the_opening() -> None:
+    bench = Bench()
+    bench.sender.post(event(1, b"a"))
+    bench.turn()
+    channel = bench.open(1)
+    bench.sender.post(event(1, b"b", end=EndReason.STOP))
+    bench.turn()
+    assert channel.text == "ab"
+    assert channel.num_finals == 1
+
+
+def test_stop_string_tells_the_runtime_and_drops_what_follows() -> None:
+    bench = Bench()
+    channel = bench.open(1, stops=("b",))
+    bench.sender.post(event(1, b"ab"))
+    bench.turn()
+    bench.sender.post(event(1, b"c", end=EndReason.LENGTH))
+    bench.turn()
+    assert bench.runtime.finished == [1]
+    assert (channel.text, channel.num_finals) == ("a", 1)
+    bench.turn()
+    assert not bench.sender._early
+
+
+def test_error_event_is_a_final_error() -> None:
+    bench = Bench()
+    channel = bench.open(1)
+    bench.sender.post(event(1, end=EndReason.ERROR, error="overloaded", retryable=True))
+    bench.turn()
+    assert channel.errors == [("overloaded", ErrorCode.UNAVAILABLE)]
+    assert channel.num_finals == 1
+
+
+def test_a_client_that_left_is_cancelled_once_and_gets_one_final() -> None:
+    bench = Bench()
+    channel = bench.open(1)
+    bench.sender.post(event(1, b"a"))
+    bench.turn()
+    channel.cancelled = True
+    bench.clock.advance(0.11)
+    bench.turn()
+    bench.clock.advance(0.5)
+    bench.turn()
+    assert bench.runtime.cancelled == [1]
+    bench.sender.post(event(1, b"b"))
+    bench.sender.post(event(1, end=EndReason.CANCELLED))
+    bench.turn()
+    assert (channel.text, channel.num_finals, bench.sender.num_open) == ("a", 1, 0)
+
+
+def test_polling_asks_everybody_once_per_period_and_few_at_a_time() -> None:
+    bench = Bench()
+    channels = [bench.open(handle) for handle in range(1, 101)]
+    bench.turn()
+    most = 0
+    for _ in range(1000):
+        before = sum(channel.num_polls for channel in channels)
+        bench.clock.advance(0.001)
+        bench.turn()
+        most = max(most, sum(channel.num_polls for channel in channels) - before)
+    assert most <= 16
+    polls = [channel.num_polls for channel in channels]
+    assert min(polls) >= 8
+    assert max(polls) <= 10
+
+
+def test_broken_channel_hurts_only_its_own_request() -> None:
+    bench = Bench()
+    broken, fine = bench.open(1), bench.open(2)
+    broken.fail_sends = True
+    bench.sender.post(event(1, b"a"))
+    bench.sender.post(event(2, b"a", end=EndReason.LENGTH))
+    bench.turn()
+    assert bench.runtime.cancelled == [1]
+    assert (broken.num_finals, fine.num_finals, fine.text) == (1, 1, "a")
+    bench.sender.post(event(1, end=EndReason.CANCELLED))
+    bench.turn()
+    assert broken.num_finals == 1
+
+
+def test_control_requests_reach_all_streams_of_the_id_and_are_answered() -> None:
+    bench = Bench()
+    channels = [bench.open(1, "x"), bench.open(2, "y"), bench.open(3, "x")]
+    stop, ack, unknown = FakeChannel(), FakeChannel(), FakeChannel()
+    bench.sender.post(Controlled(ack, Acknowledgement("y", 5)))
+    bench.sender.post(Controlled(stop, StopRequest("x")))
+    bench.sender.post(Controlled(unknown, StopRequest("z")))
+    bench.turn()
+    assert sorted(bench.runtime.cancelled) == [1, 3]
+    assert bench.runtime.acknowledged == [(2, 5)]
+    for answer in (stop, ack, unknown):
+        assert (answer.sent, answer.num_finals) == ([{}], 1)
+    bench.sender.post(event(1, end=EndReason.CANCELLED))
+    bench.turn()
+    assert channels[0].sent[-1]["finish_reason"] == "cancelled"
+    late = FakeChannel()
+    bench.sender.post(Controlled(late, StopRequest("x")))
+    bench.turn()
+    assert sorted(bench.runtime.cancelled) == [1, 3, 3]
+
+
+def test_shutdown_ends_what_is_open() -> None:
+    bench = Bench()
+    open_one, done = bench.open(1), bench.open(2)
+    bench.sender.post(event(2, b"a", end=EndReason.STOP))
+    bench.sender.stop(0.0)
+    assert bench.turn()
+    assert open_one.errors == [("the server is shutting down", ErrorCode.UNAVAILABLE)]
+    assert (open_one.num_finals, done.num_finals, bench.sender.num_open) == (1, 1, 0)
+
+
+def test_failing_metrics_stop_but_tokens_flow() -> None:
+    calls = []
+
+    def on_tick() -> None:
+        calls.append(1)
+        raise RuntimeError("no metrics")
+
+    bench = Bench(on_tick)
+    channel = bench.open(1)
+    bench.turn()
+    bench.clock.advance(1.0)
+    bench.sender.post(event(1, b"a", end=EndReason.STOP))
+    bench.turn()
+    assert (len(calls), channel.text) == (1, "a")
+
+
+_STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["token", "end", "error", "leave", "break", "stop", "turn", "wait"]),
+        st.integers(1, 4),
+    ),
+    max_size=40,
+)
+
+
+@given(_STEPS)
+@settings(max_examples=200, deadline=None)
+def test_every_request_gets_exactly_one_final(steps: list[tuple[str, int]]) -> None:
+    bench = Bench()
+    channels = {handle: bench.open(handle, f"id{handle % 2}") for handle in range(1, 5)}
+    texts = dict.fromkeys(channels, 0)
+    ended: set[int] = set()
+
+    def end(handle: int, reason: EndReason) -> None:
+        if handle not in ended:
+            ended.add(handle)
+            bench.sender.post(event(handle, end=reason, error="e"))
+
+    def token(handle: int) -> None:
+        if handle not in ended:
+            bench.sender.post(event(handle, bytes([97 + texts[handle] % 26])))
+            texts[handle] += 1
+
+    actions: dict[str, Callable[[int], object]] = {
+        "token": token,
+        "end": lambda handle: end(handle, EndReason.LENGTH),
+        "error": lambda handle: end(handle, EndReason.ERROR),
+        "leave": lambda handle: setattr(channels[handle], "cancelled", True),
+        "break": lambda handle: setattr(channels[handle], "fail_sends", True),
+        "stop": lambda handle: bench.sender.post(
+            Controlled(FakeChannel(), StopRequest(f"id{handle % 2}"))
+        ),
+        "wait": lambda handle: bench.clock.advance(0.2),
+        "turn": lambda handle: bench.turn(),
+    }
+    for action, target in steps:
+        actions[action](target)
+        if action not in ("token", "turn"):
+            bench.turn()
+        for cancelled in bench.runtime.cancelled:  # the runtime's contract: one more event
+            end(cancelled, EndReason.CANCELLED)
+    bench.sender.stop(0.0)
+    bench.turn()
+    for handle, channel in channels.items():
+        assert channel.num_finals == 1
+        expected = "".join(chr(97 + i % 26) for i in range(texts[handle]))
+        assert expected.startswith(channel.text)
+
+
+def test_thread_serves_and_stops() -> None:
+    bench = Bench()
+    bench.sender.start(bench.runtime)
+    channel = bench.open(1)
+    bench.sender.post(event(1, b"a", end=EndReason.LENGTH))
+    deadline = time.monotonic() + 5
+    while not channel.num_finals and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert channel.text == "a"
+    assert bench.sender.stop(5.0)
+    assert "tokenflow-sender" not in {thread.name for thread in threading.enumerate()}
+
+
+def make_service() -> tuple[TextService, Bench]:
+    bench = Bench()
+    config = ServingConfig(max_seq_len=64)
+    seeds = iter(range(10, 100))
+    service = TextService(
+        config, TOKENIZER, bench.runtime, bench.sender, bench.clock, lambda: next(seeds)
+    )
+    return service, bench
+
+
+TENSORS = {
+    "text_input": np.array([[b"hi"]], dtype=np.object_),
+    "max_tokens": np.array([[3]], dtype=np.int32),
+}
+
+
+def test_service_submits_and_answers() -> None:
+    service, bench = make_service()
+    channel = FakeChannel()
+    service.accept("q", TENSORS, {}, OUTPUT_NAMES, channel)
+    service.accept("q", TENSORS, {}, OUTPUT_NAMES, FakeChannel())
+    first, second = bench.runtime.submitted
+    assert (first.request_id, first.arrival_time) == ("q", 100.0)
+    assert first.sampling_config.seed != second.sampling_config.seed
+    bench.sender.post(event(1, b"ok", end=EndReason.STOP))
+    bench.turn()
+    assert (channel.text, channel.num_finals) == ("ok", 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (OverloadedError("256 wait"), ErrorCode.UNAVAILABLE, "overloaded: 256 wait"),
+        (EngineError("gone"), ErrorCode.UNAVAILABLE, "unavailable: gone"),
+        (CapacityError("too big"), ErrorCode.INVALID_ARG, "too big"),
+        (ValueError("secret path"), ErrorCode.INTERNAL, "internal error"),
+    ],
+)
+def test_service_turns_errors_into_answers(error: Exception, code: ErrorCode, message: str) -> None:
+    service, bench = make_service()
+    bench.runtime.error = error
+    channel = FakeChannel()
+    service.accept("q", TENSORS, {}, OUTPUT_NAMES, channel)
+    bench.turn()
+    assert channel.errors == [(message, code)]
+    assert channel.num_finals == 1
+
+
+def test_service_refuses_bad_input_and_answers_control() -> None:
+    service, bench = make_service()
+    bad, stop = FakeChannel(), FakeChannel()
+    service.accept("q", {}, {}, OUTPUT_NAMES, bad)
+    service.accept("q", {"stop": np.array([[True]])}, {}, OUTPUT_NAMES, stop)
+    bench.turn()
+    assert bad.errors == [("text_input: is required", ErrorCode.INVALID_ARG)]
+    assert (stop.sent, stop.num_finals) == ([{}], 1)
+    assert not bench.runtime.submitted
+
+
+def test_refused() -> None:
+    bench = Bench()
+    channel = FakeChannel()
+    bench.sender.post(Refused(channel, "no", ErrorCode.INVALID_ARG))
+    bench.turn()
+    assert (channel.errors, channel.num_finals) == ([("no", ErrorCode.INVALID_ARG)], 1)

@@ -1,0 +1,122 @@
+"""From a request's token events to the pieces of its answer.
+
+Owns the text state of one client request: detokenizer, stop strings, counts, log-probs. Pure; used
+by the sender thread only. Invariants: every token is counted in exactly one chunk, in order; the
+texts of all chunks joined are the answer, the same for stream=true and stream=false; exactly one
+chunk is final, and nothing follows it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokenflow.types import EndReason, TokenEvent
+from triton_backend.codec import TextRequest
+from triton_backend.stop_strings import StopStrings
+from triton_backend.text import TextTokenizer
+
+
+class ErrorCode(enum.Enum):
+    """Kinds of error that a client can tell apart; names as in Triton."""
+
+    INVALID_ARG = "INVALID_ARG"
+    UNAVAILABLE = "UNAVAILABLE"
+    INTERNAL = "INTERNAL"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """One response.
+
+    num_output_tokens: tokens counted in this response, those without text included.
+    token_index: index of the first of them in the whole output.
+    cum_log_prob: sum over the output so far.
+    finish_reason: set on the final response only.
+    error: the request failed; the response carries nothing else and is final.
+    """
+
+    text: str = ""
+    num_output_tokens: int = 0
+    token_index: int = 0
+    log_probs: tuple[float, ...] = ()
+    cum_log_prob: float = 0.0
+    finish_reason: str = ""
+    final: bool = False
+    error: str | None = None
+    error_code: ErrorCode = ErrorCode.INTERNAL
+
+
+class TextStream:
+    """One request's answer in the making.
+
+    stopped_by_text: the final chunk was made because of a stop string; the runtime must be told.
+    """
+
+    def __init__(self, request: TextRequest, tokenizer: TextTokenizer) -> None:
+        self.request = request
+        self.stopped_by_text = False
+        self._detokenizer = tokenizer.detokenizer()
+        self._stops = StopStrings(request.stop_strings)
+        self._texts: list[str] = [request.prefix] if request.prefix else []
+        self._log_probs: list[float] = []
+        self._num_new_tokens = 0
+        self._num_sent_tokens = 0
+        self._cum_log_prob = 0.0
+
+    def push(self, events: Sequence[TokenEvent]) -> Chunk | None:
+        """Take events in order (several when the sender is behind); the response to send now.
+
+        None when there is nothing to send yet (stream=false before its end). After the final chunk
+        the stream must not be used any more.
+        """
+        for event in events:
+            self._take_tokens(event)
+            if self._stops.matched is not None:
+                self.stopped_by_text = True
+                return self._chunk(EndReason.STOP)
+            if event.end is EndReason.ERROR:
+                code = ErrorCode.UNAVAILABLE if event.retryable else ErrorCode.INTERNAL
+                message = event.error or "the request failed"
+                return Chunk(error=message, error_code=code, final=True)
+            if event.end is not None:
+                self._texts.append(self._stops.push(self._detokenizer.flush()))
+                self._texts.append(self._stops.flush())
+                return self._chunk(event.end)
+        if self.request.generate.streaming and events:
+            return self._chunk(None)
+        return None
+
+    def _take_tokens(self, event: TokenEvent) -> None:
+        """Count the event's tokens and append their text, up to and including the token that
+        completes a stop string."""
+        token_ids = event.token_ids
+        if self.request.stop_strings:
+            for count, token_id in enumerate(token_ids, start=1):
+                self._texts.append(self._stops.push(self._detokenizer.push((token_id,))))
+                if self._stops.matched is not None:
+                    token_ids = token_ids[:count]
+                    break
+        else:
+            self._texts.append(self._detokenizer.push(token_ids))
+        self._num_new_tokens += len(token_ids)
+        log_probs = event.log_probs[: len(token_ids)]
+        self._cum_log_prob += sum(log_probs)
+        self._log_probs.extend(log_probs)
+
+    def _chunk(self, end: EndReason | None) -> Chunk:
+        chunk = Chunk(
+            text="".join(self._texts),
+            num_output_tokens=self._num_new_tokens,
+            token_index=self._num_sent_tokens,
+            log_probs=tuple(self._log_probs),
+            cum_log_prob=self._cum_log_prob,
+            finish_reason="" if end is None else end.value,
+            final=end is not None,
+        )
+        self._num_sent_tokens += self._num_new_tokens
+        self._num_new_tokens = 0
+        self._texts.clear()
+        self._log_probs.clear()
+        return chunk

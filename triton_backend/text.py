@@ -1,0 +1,248 @@
+"""Text in and out: tokenizer, incremental detokenizer.
+
+Owns the tokenizer of a checkpoint folder and one detokenizer per stream. Invariants: the joined
+deltas of a stream equal the decoding of all its tokens at once (special tokens left out), whatever
+was pushed together; no delta ends inside a character; a detokenizer lives as long as its stream and
+never restarts, also not over a pause. stream=false goes through the same detokenizer, so both modes
+give the same text.
+
+Tokens are turned into their bytes and the bytes decoded incrementally as UTF-8. That is exact where
+decoding windows of tokens is not: an incomplete character is told from a genuine U+FFFD, and a bad
+byte neither blocks nor damages what follows. One replacement character stands for each maximal
+invalid part. (The tokenizers library replaces every byte of a run of byte tokens as soon as one of
+them is invalid, also those of characters that were complete and long sent; here they stay.)
+Tokenizers whose tokens are not bytes fall back on the library's own DecodeStream.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from tokenflow.errors import ConfigError
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_CONFIG_FILES = ("generation_config.json", "config.json")
+
+
+class Detokenizer(Protocol):
+    """One stream's way from token ids to text."""
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that these tokens complete."""
+        ...
+
+    def flush(self) -> str:
+        """What is left at the end: an unfinished character becomes U+FFFD, as in a full decode."""
+        ...
+
+
+class TextTokenizer:
+    """tokenizer.json of a checkpoint, with its end tokens.
+
+    eos_token_ids: ids that end a generation, from generation_config.json, else config.json, else
+    the eos_token of tokenizer_config.json; the first is the main one; empty if none is declared.
+    max_token_bytes: length of the longest token's text; a prompt of n bytes has at least
+    n / max_token_bytes tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...] = ()) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_ids = eos_token_ids
+        self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        vocab = tokenizer.get_vocab(with_added_tokens=True)
+        self.max_token_bytes = max(len(token.encode()) for token in vocab)
+        self._token_bytes = make_token_bytes(tokenizer)
+        added = tokenizer.get_added_tokens_decoder()
+        self._special_tokens = tuple(t.content for t in added.values() if t.special)
+
+    @classmethod
+    def load(cls, folder: Path) -> TextTokenizer:
+        """From a checkpoint folder. Raises ConfigError("tokenizer_dir", ...)."""
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError("tokenizer_dir", f"{file} does not exist")
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception for a malformed file
+            raise ConfigError("tokenizer_dir", f"{file}: {error}") from error
+        return cls(tokenizer, read_eos_token_ids(folder, tokenizer))
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a prompt. Special tokens (BOS) are added as the tokenizer declares, unless
+        the text starts with one already, as the output of a chat template does."""
+        begins_special = self._special_tokens and text.startswith(self._special_tokens)
+        encoding = self._tokenizer.encode(text, add_special_tokens=not begins_special)
+        return tuple(encoding.ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a whole output."""
+        detokenizer = self.detokenizer()
+        return detokenizer.push(token_ids) + detokenizer.flush()
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh detokenizer for one stream."""
+        if self._token_bytes is None:
+            return WindowDetokenizer(self._tokenizer)
+        return ByteDetokenizer(self._token_bytes)
+
+
+class TokenBytes:
+    """Bytes of each token of a byte-level or byte-fallback vocabulary, looked up on first use.
+
+    num_leading_spaces: spaces that the decoder strips at the very start of a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, replacements: dict[str, str] | None, strip: int):
+        self._tokenizer = tokenizer
+        self._replacements = replacements
+        self._cache: dict[int, bytes] = {
+            token_id: b""
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }
+        self.num_leading_spaces = strip
+
+    def __getitem__(self, token_id: int) -> bytes:
+        """Special and unknown ids have no text."""
+        value = self._cache.get(token_id)
+        if value is None:
+            token = self._tokenizer.id_to_token(token_id)
+            value = b"" if token is None else self._convert(token)
+            self._cache[token_id] = value
+        return value
+
+    def _convert(self, token: str) -> bytes:
+        if self._replacements is None:
+            try:
+                return bytes(_BYTE_OF_CHARACTER[character] for character in token)
+            except KeyError:  # an added token written as plain text
+                return token.encode()
+        for pattern, content in self._replacements.items():
+            token = token.replace(pattern, content)
+        match = _BYTE_TOKEN.fullmatch(token)
+        return bytes([int(match.group(1), 16)]) if match else token.encode()
+
+
+class ByteDetokenizer:
+    """Detokenizer over `TokenBytes`: exact, with at most three bytes held back."""
+
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_to_strip = token_bytes.num_leading_spaces
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        data = b"".join([self._token_bytes[token_id] for token_id in token_ids])
+        return self._stripped(self._decoder.decode(data))
+
+    def flush(self) -> str:
+        return self._stripped(self._decoder.decode(b"", final=True))
+
+    def _stripped(self, text: str) -> str:
+        while self._num_to_strip and text:
+            if not text.startswith(" "):
+                self._num_to_strip = 0
+                break
+            text = text[1:]
+            self._num_to_strip -= 1
+        return text
+
+
+class WindowDetokenizer:
+    """Detokenizer over the library's DecodeStream, for vocabularies whose tokens are not bytes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._pending: list[int] = []
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        parts = []
+        for token_id in token_ids:
+            self._pending.append(token_id)
+            part = self._stream.step(self._tokenizer, token_id)
+            if part is not None:
+                parts.append(part)
+                self._pending.clear()
+        return "".join(parts)
+
+    def flush(self) -> str:
+        text: str = self._tokenizer.decode(self._pending, skip_special_tokens=True)
+        self._pending.clear()
+        return text
+
+
+def make_token_bytes(tokenizer: Tokenizer) -> TokenBytes | None:
+    """The byte table for the tokenizer's decoder, or None where tokens do not map to bytes."""
+    steps = _decoder_steps(json.loads(tokenizer.to_str()).get("decoder"))
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return TokenBytes(tokenizer, None, 0)
+    if "ByteFallback" not in kinds:
+        return None
+    replacements: dict[str, str] = {}
+    strip = 0
+    for index, step in enumerate(steps):
+        kind = step["type"]
+        if kind == "Replace" and "String" in step["pattern"]:
+            replacements[step["pattern"]["String"]] = step["content"]
+        elif kind == "Strip" and _strips_text_start(step) and "Fuse" in kinds[:index]:
+            strip = int(step["start"])
+        elif kind not in ("ByteFallback", "Fuse"):
+            return None
+    return TokenBytes(tokenizer, replacements, strip)
+
+
+def read_eos_token_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids that end a generation. Raises ConfigError for a malformed file."""
+    for name in _CONFIG_FILES:
+        value = _read_json(folder / name).get("eos_token_id")
+        if value is not None:
+            return tuple(value) if isinstance(value, list) else (int(value),)
+    token = _read_json(folder / "tokenizer_config.json").get("eos_token")
+    content = token.get("content") if isinstance(token, dict) else token
+    token_id = tokenizer.token_to_id(content) if content else None
+    return () if token_id is None else (token_id,)
+
+
+def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if decoder is None:
+        return []
+    if decoder["type"] == "Sequence":
+        return [inner for step in decoder["decoders"] for inner in _decoder_steps(step)]
+    return [decoder]
+
+
+def _strips_text_start(step: dict[str, Any]) -> bool:
+    return step["content"] == " " and int(step.get("stop", 0)) == 0
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError("tokenizer_dir", f"{file}: {error}") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """Byte-level vocabularies write a printable Latin-1 byte as itself and the n-th other byte as
+    the character 256 + n."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    table = {chr(byte): byte for byte in printable}
+    table.update({chr(256 + index): byte for index, byte in enumerate(others)})
+    return table
+
+
+_BYTE_OF_CHARACTER = _bytes_of_characters()
