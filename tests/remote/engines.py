@@ -1,0 +1,286 @@
+"""Engines for the far end of the channel, one factory per behaviour.
+
+Each is named by `module:function` and loaded by the host, so what is tested is the real process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from tokenflow.config import ServingConfig
+from tokenflow.executor.api import (
+    FinishReason,
+    InflightBatchingStats,
+    IterationStats,
+    KvCacheStats,
+    Request,
+    Response,
+    Result,
+)
+from tokenflow.executor.channel import EngineInfo
+
+OnProgress = Callable[[float, str], None]
+BeforeStep = Callable[[], None]
+
+CRASH_TOKEN = 666  # a prompt that starts with it ends the process in the next step
+MAX_QUEUE = 1000
+
+
+class CountingEngine:
+    """Streams 0, 1, 2 … to every request, one token a step, in a thread of its own.
+
+    The prompt decides about mischief: CRASH_TOKEN kills the process in the middle of a step.
+    """
+
+    def __init__(self, step_s: float, before_step: BeforeStep) -> None:
+        self._step_s = step_s
+        self._before_step = before_step
+        self._condition = threading.Condition()
+        self._active: dict[int, list[Any]] = {}
+        self._cancelled: list[int] = []
+        self._ready: deque[Response] = deque()
+        self._stats: list[IterationStats] = []
+        self._last_id = 7000  # unlike the proxy's ids
+        self._iter = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop, daemon=True)
+        self._thread.start()
+
+    def enqueue_request(self, request: Request) -> int:
+        with self._condition:
+            if len(self._active) >= MAX_QUEUE:
+                raise RuntimeError(f"Maximum queue size of {MAX_QUEUE} has been reached")
+            self._last_id += 3
+            self._active[self._last_id] = [request, 0]
+            self._condition.notify_all()
+            return self._last_id
+
+    def enqueue_requests(self, requests: Sequence[Request]) -> list[int]:
+        with self._condition:
+            return [self.enqueue_request(request) for request in requests]
+
+    def await_responses(self, timeout: timedelta | None = None) -> list[Response]:
+        with self._condition:
+            seconds = None if timeout is None else timeout.total_seconds()
+            self._condition.wait_for(lambda: bool(self._ready) or self._closed, seconds)
+            if self._closed:
+                raise RuntimeError("shut down")
+            responses = list(self._ready)
+            self._ready.clear()
+            return responses
+
+    def get_num_responses_ready(self) -> int:
+        return len(self._ready)
+
+    def cancel_request(self, id: int) -> None:
+        with self._condition:
+            self._cancelled.append(id)
+            self._condition.notify_all()
+
+    def get_latest_iteration_stats(self) -> list[IterationStats]:
+        with self._condition:
+            stats, self._stats = self._stats, []
+            return stats
+
+    def can_enqueue_requests(self) -> bool:
+        return not self._closed
+
+    def get_kv_cache_event_manager(self) -> Any | None:
+        return None
+
+    def shutdown(self) -> None:
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: bool(self._active) or self._closed)
+                if self._closed:
+                    return
+            self._before_step()
+            if self._step_s:
+                time.sleep(self._step_s)
+            with self._condition:
+                self._step()
+                self._condition.notify_all()
+
+    def _step(self) -> None:
+        self._iter += 1
+        for id in self._cancelled:
+            if self._active.pop(id, None) is not None:
+                self._ready.append(_response(id, [], FinishReason.CANCELLED))
+        self._cancelled.clear()
+        for id, entry in list(self._active.items()):
+            request, count = entry
+            if request.input_token_ids[0] == CRASH_TOKEN:
+                sys.stderr.write("about to crash in a step\n")
+                os.kill(os.getpid(), signal.SIGKILL)
+            entry[1] = count + 1
+            done = count + 1 == request.max_tokens
+            reason = FinishReason.LENGTH if done else FinishReason.NOT_FINISHED
+            self._ready.append(_response(id, [count], reason, client_id=request.client_id))
+            if done:
+                del self._active[id]
+        self._stats.append(_stats(self._iter, len(self._active)))
+
+
+def _response(
+    id: int, tokens: list[int], reason: FinishReason, client_id: int | None = None
+) -> Response:
+    final = reason is not FinishReason.NOT_FINISHED
+    return Response(
+        request_id=id,
+        client_id=client_id,
+        payload=Result(
+            is_final=final,
+            is_sequence_final=final,
+            output_token_ids=[tokens],
+            finish_reasons=[reason],
+            log_probs=[[-0.5 * token for token in tokens]],
+        ),
+    )
+
+
+def _stats(iteration: int, num_active: int) -> IterationStats:
+    return IterationStats(
+        iter=iteration,
+        iter_latency_ms=0.0,
+        num_active_requests=num_active,
+        num_queued_requests=0,
+        num_completed_requests=0,
+        max_num_active_requests=num_active,
+        kv_cache_stats=KvCacheStats(
+            max_num_blocks=1, free_num_blocks=1, used_num_blocks=0, tokens_per_block=1
+        ),
+        inflight_batching_stats=InflightBatchingStats(
+            num_scheduled_requests=num_active,
+            num_context_requests=0,
+            num_gen_requests=num_active,
+            num_paused_requests=0,
+            num_ctx_tokens=0,
+        ),
+    )
+
+
+def _info(config: ServingConfig) -> EngineInfo:
+    return EngineInfo(
+        vocab_size=1000,
+        num_blocks=config.max_tokens_in_paged_kv_cache // config.tokens_per_block,
+        tokens_per_block=config.tokens_per_block,
+        max_batch_size=config.max_batch_size,
+        max_seq_len=config.max_seq_len,
+    )
+
+
+def counting(
+    config: ServingConfig, *, on_progress: OnProgress, before_step: BeforeStep
+) -> tuple[CountingEngine, EngineInfo]:
+    """The well-behaved one."""
+    on_progress(0.5, "counting up")
+    on_progress(1.0, "counted")
+    return CountingEngine(config.scripted_step_s, before_step), _info(config)
+
+
+def failing_load(
+    config: ServingConfig, *, on_progress: OnProgress, before_step: BeforeStep
+) -> tuple[CountingEngine, EngineInfo]:
+    """Cannot be created."""
+    raise FileNotFoundError("no checkpoint in /nowhere")
+
+
+def exiting_load(
+    config: ServingConfig, *, on_progress: OnProgress, before_step: BeforeStep
+) -> tuple[CountingEngine, EngineInfo]:
+    """A library that calls sys.exit."""
+    sys.exit("licence check failed")
+
+
+def dying_load(
+    config: ServingConfig, *, on_progress: OnProgress, before_step: BeforeStep
+) -> tuple[CountingEngine, EngineInfo]:
+    """Ends without a word on the channel."""
+    sys.stderr.write("reading shard 3\n")
+    os.kill(os.getpid(), signal.SIGSEGV)
+    time.sleep(60)
+    raise AssertionError("unreachable")
+
+
+def slow_load(
+    config: ServingConfig, *, on_progress: OnProgress, before_step: BeforeStep
+) -> tuple[CountingEngine, EngineInfo]:
+    """Says so and then takes for ever."""
+    on_progress(0.25, f"pid {os.getpid()}")
+    time.sleep(600)
+    raise AssertionError("unreachable")
+
+
+def garbage(
+    config: ServingConfig, *, on_progress: OnProgress, before_step: BeforeStep
+) -> tuple[CountingEngine, EngineInfo]:
+    """Writes nonsense into the channel once it has been ready for a moment."""
+    fd = int(sys.argv[sys.argv.index("--fd") + 1])
+    threading.Timer(0.3, os.write, (fd, b"\x05\x00\x00\x00nonsense, and more of it")).start()
+    return counting(config, on_progress=on_progress, before_step=before_step)
+
+
+def oversize(
+    config: ServingConfig, *, on_progress: OnProgress, before_step: BeforeStep
+) -> tuple[CountingEngine, EngineInfo]:
+    """Announces a frame larger than any message may be."""
+    fd = int(sys.argv[sys.argv.index("--fd") + 1])
+    threading.Timer(0.3, os.write, (fd, b"\xff\xff\xff\xff")).start()
+    return counting(config, on_progress=on_progress, before_step=before_step)
+
+
+class StuckEngine(CountingEngine):
+    """Never comes back from shutdown."""
+
+    def shutdown(self) -> None:
+        time.sleep(600)
+
+
+def stuck_shutdown(
+    config: ServingConfig, *, on_progress: OnProgress, before_step: BeforeStep
+) -> tuple[CountingEngine, EngineInfo]:
+    """Must be terminated; ignores SIGTERM too."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return StuckEngine(config.scripted_step_s, before_step), _info(config)
+
+
+class RefusingEngine(CountingEngine):
+    """Its queue is always full."""
+
+    def enqueue_request(self, request: Request) -> int:
+        raise RuntimeError("Maximum queue size of 0 has been reached, please try again later")
+
+
+def refusing(
+    config: ServingConfig, *, on_progress: OnProgress, before_step: BeforeStep
+) -> tuple[CountingEngine, EngineInfo]:
+    """Refuses every request."""
+    return RefusingEngine(config.scripted_step_s, before_step), _info(config)
+
+
+class BrokenEngine(CountingEngine):
+    """Stops working for good after its first request."""
+
+    def can_enqueue_requests(self) -> bool:
+        return self._last_id == 7000
+
+
+def broken(
+    config: ServingConfig, *, on_progress: OnProgress, before_step: BeforeStep
+) -> tuple[CountingEngine, EngineInfo]:
+    """Answers what it holds and then refuses everything."""
+    return BrokenEngine(config.scripted_step_s, before_step), _info(config)

@@ -1,0 +1,174 @@
+"""Engines by configuration.
+
+`start_engine` is what a server calls; `create_engine` builds the engine in this process, and is
+what the engine's own process calls at the other end of the channel. Torch is imported only by the
+process, and only for the engine, that needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tokenflow.config import ServingConfig
+from tokenflow.errors import ConfigError
+from tokenflow.executor.api import Executor, Request
+from tokenflow.executor.channel import EngineInfo
+from tokenflow.executor.remote import RemoteExecutor
+from tokenflow.inflight.executor import InflightExecutor
+from tokenflow.inflight.runner import BlockCopy, Runner, SequenceChunk, StepOutput
+from tokenflow.inflight.scripted_runner import create_scripted_runner
+
+logger = logging.getLogger("tokenflow")
+
+OnProgress = Callable[[float, str], None]
+"""Called with the fraction done, in [0, 1], of what the text names."""
+
+DEFAULT_SCRIPTED_VOCAB_SIZE = 256
+
+_PROGRESS_STEP = 0.1
+
+
+class GatedRunner:
+    """A runner that waits in front of each step until `before_step` returns.
+
+    The wait counts into that iteration's latency, which happens only when whoever takes the
+    responses has stopped taking them for a whole window of iterations.
+    """
+
+    def __init__(self, runner: Runner, before_step: Callable[[], None]) -> None:
+        self._runner = runner
+        self._before_step = before_step
+
+    @property
+    def vocab_size(self) -> int:
+        """See Runner."""
+        return self._runner.vocab_size
+
+    def allocate_kv(self, num_blocks: int, tokens_per_block: int) -> None:
+        """See Runner."""
+        self._runner.allocate_kv(num_blocks, tokens_per_block)
+
+    def add_request(self, request_id: int, request: Request) -> None:
+        """See Runner."""
+        self._runner.add_request(request_id, request)
+
+    def remove_request(self, request_id: int) -> None:
+        """See Runner."""
+        self._runner.remove_request(request_id)
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """See Runner."""
+        self._runner.copy_blocks(copies)
+
+    def forward(self, chunks: Sequence[SequenceChunk]) -> StepOutput:
+        """See Runner."""
+        self._before_step()
+        return self._runner.forward(chunks)
+
+
+def start_engine(config: ServingConfig, on_progress: OnProgress | None = None) -> Executor:
+    """A running engine: in a process of its own, or in this one if `engine_process` is off.
+
+    Blocks until it takes requests. Raises ConfigError or EngineError with the reason otherwise.
+    """
+    if config.engine_process:
+        return RemoteExecutor(config, on_progress)
+    return create_executor(config, on_progress)
+
+
+def create_executor(config: ServingConfig, on_progress: OnProgress | None = None) -> Executor:
+    """The engine of `config` in this process."""
+    executor, _ = create_engine(config, on_progress=on_progress)
+    return executor
+
+
+def create_engine(
+    config: ServingConfig,
+    *,
+    on_progress: OnProgress | None = None,
+    before_step: Callable[[], None] | None = None,
+) -> tuple[Executor, EngineInfo]:
+    """The engine of `config` in this process, and what it is (see `host.EngineFactory`).
+
+    Raises ConfigError naming the key that is refused, CapacityError when the KV pool does not fit.
+    """
+    runner = _create_runner(config, on_progress or _no_progress)
+    info = EngineInfo(
+        vocab_size=runner.vocab_size,
+        num_blocks=config.max_tokens_in_paged_kv_cache // config.tokens_per_block,
+        tokens_per_block=config.tokens_per_block,
+        max_batch_size=config.max_batch_size,
+        max_seq_len=config.max_seq_len,
+    )
+    if before_step is not None:
+        runner = GatedRunner(runner, before_step)
+    return InflightExecutor(runner, config.executor_config()), info
+
+
+def _create_runner(config: ServingConfig, on_progress: OnProgress) -> Runner:
+    if config.engine == "scripted":
+        return create_scripted_runner(
+            vocab_size=_scripted_vocab_size(config), step_s=config.scripted_step_s
+        )
+    return _create_torch_runner(config, on_progress)
+
+
+def _create_torch_runner(config: ServingConfig, on_progress: OnProgress) -> Runner:
+    if not config.gpt_model_path:
+        raise ConfigError("gpt_model_path", "the inflight engine needs a checkpoint folder")
+    on_progress(0.0, "importing torch")
+    try:
+        from tokenflow.inflight.torch_runner import TorchRunner
+    except ImportError as error:
+        raise ConfigError(
+            "engine", f"the inflight engine needs the 'engine' extra installed: {error}"
+        ) from error
+    runner = TorchRunner(
+        config.gpt_model_path,
+        config.device,
+        config.dtype,
+        config.num_threads,
+        progress=_in_steps(on_progress, "loading weights"),
+    )
+    longest = runner.max_position_embeddings
+    if config.max_seq_len > longest:
+        raise ConfigError(
+            "max_seq_len", f"the model holds {longest} tokens, got {config.max_seq_len}"
+        )
+    return runner
+
+
+def _in_steps(on_progress: OnProgress, text: str) -> Callable[[float], None]:
+    """A model has hundreds of tensors; a log wants a few lines."""
+    reported = -1.0
+
+    def report(fraction: float) -> None:
+        nonlocal reported
+        if fraction >= 1.0 or fraction - reported >= _PROGRESS_STEP:
+            reported = fraction
+            on_progress(fraction, text)
+
+    return report
+
+
+def _scripted_vocab_size(config: ServingConfig) -> int:
+    """That of the tokenizer in front of the engine, so that it takes every prompt and emits only
+    tokens with a text; a fixed size where there is no tokenizer."""
+    folder = config.tokenizer_dir or config.gpt_model_path
+    path = Path(folder, "tokenizer.json")
+    if not folder or not path.is_file():
+        return DEFAULT_SCRIPTED_VOCAB_SIZE
+    try:
+        tokenizer = json.loads(path.read_text(encoding="utf-8"))
+        ids = [*tokenizer["model"]["vocab"].values()]
+        ids += [token["id"] for token in tokenizer.get("added_tokens", ())]
+        return int(max(ids)) + 1
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError("tokenizer_dir", f"{path} is not a tokenizer: {error}") from None
+
+
+def _no_progress(fraction: float, text: str) -> None:
+    """Nobody wants to know."""

@@ -1,0 +1,317 @@
+"""The engine's process: an in-process executor at the other end of a channel.
+
+Run as `python -m tokenflow.executor.host --fd N --parent-pid P` by `remote.RemoteExecutor`. Owns
+the executor and the map between the proxy's request ids and the engine's. The main thread loads the
+engine and then sends one message per batch of responses; the reader thread takes commands in order.
+
+Invariants:
+- Dies with its parent: the kernel kills it when the thread that created it ends, and the end of the
+  channel ends it at once, in whatever state it is.
+- Idle means blocked: no polling while the engine has no request.
+- No more than the window of unacknowledged messages leaves here, and the engine's next step waits
+  for the same window (`ResponseOutbox.wait_open`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import NoReturn, Protocol
+
+import msgspec
+
+from tokenflow.config import ServingConfig, parse_parameters
+from tokenflow.errors import EngineError, TokenFlowError
+from tokenflow.executor.api import Executor, Request, Response
+from tokenflow.executor.backpressure import ResponseOutbox
+from tokenflow.executor.channel import (
+    Ack,
+    Cancel,
+    EngineInfo,
+    Enqueue,
+    Failed,
+    FrameBuffer,
+    Progress,
+    Ready,
+    Setup,
+    Shutdown,
+    ToHost,
+    decode_to_host,
+)
+
+EXIT_OK = 0
+EXIT_LOAD_FAILED = 3
+EXIT_PROTOCOL = 4
+EXIT_ENGINE_FAILED = 5
+EXIT_PARENT_GONE = 6
+
+# Longest time that statistics of an iteration without responses (a prefill chunk) stay here.
+_POLL = timedelta(milliseconds=50)
+_RECV_BYTES = 1 << 16  # below the size from which each buffer is mapped anew
+_PR_SET_PDEATHSIG = 1
+
+
+class EngineFactory(Protocol):
+    """Makes the executor that a host serves; `factory.create_engine` is the one of the product.
+
+    on_progress(fraction, text) may be called while loading; before_step() is to be called before
+    each step of the engine and blocks while the proxy is behind. Returns the executor and what it
+    is.
+    """
+
+    def __call__(
+        self,
+        config: ServingConfig,
+        *,
+        on_progress: Callable[[float, str], None],
+        before_step: Callable[[], None],
+    ) -> tuple[Executor, EngineInfo]: ...
+
+
+class RequestIds:
+    """The two names of each unfinished request. Calls may come from both threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._to_engine: dict[int, int] = {}
+        self._to_proxy: dict[int, int] = {}
+
+    def enqueue(
+        self, proxy_ids: Sequence[int], requests: Sequence[Request], executor: Executor
+    ) -> None:
+        """Enqueue and remember. The lock spans the call, so that no response of a request is
+        translated before its id is known; raises what the executor raises."""
+        with self._lock:
+            engine_ids = executor.enqueue_requests(requests)
+            self._to_engine.update(zip(proxy_ids, engine_ids, strict=True))
+            self._to_proxy.update(zip(engine_ids, proxy_ids, strict=True))
+
+    def engine_id(self, proxy_id: int) -> int | None:
+        """The engine's id; None when the request is unknown or its final response has passed."""
+        with self._lock:
+            return self._to_engine.get(proxy_id)
+
+    def engine_ids(self) -> list[int]:
+        """All unfinished requests, in the order of their start."""
+        with self._lock:
+            return list(self._to_proxy)
+
+    def empty(self) -> bool:
+        """True when no request is unfinished."""
+        return not self._to_proxy
+
+    def translate(self, responses: Sequence[Response]) -> list[Response]:
+        """The responses under the proxy's ids; final ones end their entry."""
+        result: list[Response] = []
+        with self._lock:
+            for response in responses:
+                proxy_id = self._to_proxy[response.request_id]
+                if response.payload is None or response.payload.is_final:
+                    del self._to_proxy[response.request_id]
+                    del self._to_engine[proxy_id]
+                result.append(msgspec.structs.replace(response, request_id=proxy_id))
+        return result
+
+
+class EngineHost:
+    """One engine served over one socket. `run` returns the exit code."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._frames = FrameBuffer()
+        self._pending: deque[bytes] = deque()
+        self._ids = RequestIds()
+        self._loaded = threading.Event()
+        self._busy = threading.Event()
+        self._stopping = threading.Event()
+        self._outbox: ResponseOutbox
+        self._executor: Executor
+
+    def run(self) -> int:
+        """Serve until the proxy asks for the end or goes away."""
+        setup = self._next_message()
+        if not isinstance(setup, Setup):
+            raise EngineError(f"the first message is {type(setup).__name__}, not Setup")
+        self._outbox = ResponseOutbox(self._socket, setup.window)
+        threading.Thread(target=self._read_commands, name="engine-host-reader", daemon=True).start()
+        try:
+            self._executor, info = self._load(setup)
+        except TokenFlowError as error:
+            self._outbox.send_now(Failed(str(error)))
+            return EXIT_LOAD_FAILED
+        except (Exception, SystemExit) as error:
+            _report_exception()
+            self._outbox.send_now(Failed(f"{type(error).__name__}: {error}"[:4000]))
+            return EXIT_LOAD_FAILED
+        self._loaded.set()
+        self._outbox.send_now(Ready(info))
+        return self._pump()
+
+    def _load(self, setup: Setup) -> tuple[Executor, EngineInfo]:
+        module, _, function = setup.factory.partition(":")
+        create: EngineFactory = getattr(importlib.import_module(module), function)
+        return create(
+            parse_parameters(setup.parameters),
+            on_progress=lambda fraction, text: self._outbox.send_now(Progress(fraction, text)),
+            before_step=self._outbox.wait_open,
+        )
+
+    # -- main thread ---------------------------------------------------------------------------
+
+    def _pump(self) -> int:
+        """Send what becomes ready, one message per batch, until the engine is shut down."""
+        settled = True
+        while True:
+            if settled:
+                self._busy.wait()
+                self._busy.clear()
+            try:
+                responses = self._executor.await_responses(_POLL)
+                stats = self._executor.get_latest_iteration_stats()
+            except Exception:
+                if self._stopping.is_set():
+                    return EXIT_OK
+                raise
+            if self._stopping.is_set():
+                return EXIT_OK
+            self._outbox.note_pull()
+            if responses or stats:
+                self._outbox.push(self._ids.translate(responses), stats)
+            settled = not responses and not stats and self._ids.empty()
+            if self._ids.empty() and not self._executor.can_enqueue_requests():
+                if self._stopping.is_set():  # it began after the look above
+                    return EXIT_OK
+                _report("the engine takes no more requests")
+                return EXIT_ENGINE_FAILED
+
+    # -- reader thread -------------------------------------------------------------------------
+
+    def _read_commands(self) -> None:
+        """Take commands in order until Shutdown; anything unexpected ends the process."""
+        try:
+            while True:
+                message = self._next_message()
+                if isinstance(message, Shutdown):
+                    self._stop()
+                    return
+                if not self._loaded.is_set():
+                    raise EngineError(f"{type(message).__name__} before the engine was ready")
+                self._handle(message)
+        except EngineError as error:
+            _report(str(error))
+            _exit(EXIT_PROTOCOL)
+        except BaseException:
+            _report_exception()
+            _exit(EXIT_ENGINE_FAILED)
+
+    def _handle(self, message: ToHost) -> None:
+        if isinstance(message, Ack):
+            self._outbox.acknowledge(message.seq)
+        elif isinstance(message, Enqueue):
+            self._enqueue(message)
+            self._busy.set()
+        elif isinstance(message, Cancel):
+            engine_id = self._ids.engine_id(message.request_id)
+            if engine_id is not None:
+                self._executor.cancel_request(engine_id)
+        else:
+            raise EngineError(f"unexpected {type(message).__name__}")
+
+    def _enqueue(self, message: Enqueue) -> None:
+        """A refusal (the engine's queue is full) becomes an error response to each: the proxy has
+        long returned the ids."""
+        try:
+            self._ids.enqueue(message.request_ids, message.requests, self._executor)
+        except Exception as error:
+            for request_id, request in zip(message.request_ids, message.requests, strict=True):
+                self._outbox.post(
+                    Response(request_id=request_id, client_id=request.client_id, error=str(error))
+                )
+
+    def _stop(self) -> None:
+        """Nobody can receive a response any more, so running requests are cut short."""
+        if not self._loaded.is_set():
+            _exit(EXIT_OK)
+        self._outbox.close()
+        for engine_id in self._ids.engine_ids():
+            self._executor.cancel_request(engine_id)
+        self._stopping.set()
+        self._executor.shutdown()
+        self._busy.set()
+
+    # -- socket --------------------------------------------------------------------------------
+
+    def _next_message(self) -> ToHost:
+        """The next command; ends the process when the proxy has closed its end."""
+        while not self._pending:
+            try:
+                data = self._socket.recv(_RECV_BYTES)
+            except ConnectionError:
+                data = b""
+            if not data:
+                _exit(EXIT_PARENT_GONE)
+            self._pending.extend(self._frames.feed(data))
+        return decode_to_host(self._pending.popleft())
+
+
+def _exit(code: int) -> NoReturn:
+    """End at once, from any thread and state: destructors of a half-loaded engine help nobody."""
+    os._exit(code)
+
+
+def _report(message: str) -> None:
+    """One line on stderr, which the proxy quotes; nobody may be left to read it."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"engine process: {message}\n")
+        sys.stderr.flush()
+
+
+def _report_exception() -> None:
+    with contextlib.suppress(OSError):
+        traceback.print_exc()
+        sys.stderr.flush()
+
+
+def _prepare_process(parent_pid: int) -> None:
+    """Undo what may be inherited from the parent and tie this process to its life."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0):
+        raise EngineError(f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")
+    if os.getppid() != parent_pid:  # it ended before the request to the kernel took effect
+        _exit(EXIT_PARENT_GONE)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Entry point of the engine's process; never returns."""
+    parser = argparse.ArgumentParser(description="Serve an engine over an inherited socket.")
+    parser.add_argument("--fd", type=int, required=True, help="descriptor of the channel")
+    parser.add_argument("--parent-pid", type=int, required=True, help="process to die with")
+    options = parser.parse_args(arguments)
+    _prepare_process(options.parent_pid)
+    os.set_inheritable(options.fd, False)
+    logging.basicConfig(format="%(asctime)s engine %(levelname)s: %(message)s")
+    logging.getLogger("tokenflow").setLevel(logging.INFO)
+    try:
+        code = EngineHost(socket.socket(fileno=options.fd)).run()
+    except BaseException:
+        _report_exception()
+        code = EXIT_ENGINE_FAILED
+    _exit(code)
+
+
+if __name__ == "__main__":
+    main()
