@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import secrets
 import sys
 import threading
@@ -16,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
-from tokenflow.executor.factory import start_engine
 
 from tokenflow.clock import MonotonicClock
 from tokenflow.config import ServingConfig, parse_parameters
 from tokenflow.errors import ConfigError, InvalidRequestError, TokenFlowError
 from tokenflow.executor.api import Executor
+from tokenflow.executor.factory import start_engine
 from tokenflow.runtime import Runtime
 from tokenflow.trace import JsonLinesTracer
 from triton_backend.metrics_export import MetricsExporter
@@ -29,6 +30,7 @@ from triton_backend.senders import Sender
 from triton_backend.service import TextService, load_tokenizer
 from triton_backend.stream import ErrorCode
 from triton_backend.triton_io import TritonChannel, metric_kinds, read_request
+from triton_backend.warden import start_warden
 from triton_backend.watchdog import ServerWatchdog
 from triton_backend.work import Refused
 
@@ -73,6 +75,8 @@ class TritonPythonModel:
         logger.info("unloading")
         self._service.shutdown(_SHUTDOWN_S)
         self._watchdog.stop()
+        self._warden.terminate()
+        self._warden.wait()
         _shut_down_engine(self._engine, _ENGINE_SHUTDOWN_S)
         if self._tracer is not None:
             self._tracer.close()
@@ -103,6 +107,7 @@ class TritonPythonModel:
             )
             self._watchdog = ServerWatchdog(self._engine.shutdown)
             self._watchdog.start()
+            self._warden = start_warden(os.getppid(), os.getpid())
             self._service.start(on_tick=exporter.update)
         except BaseException:
             _shut_down_engine(self._engine, _ENGINE_SHUTDOWN_S)

@@ -157,6 +157,20 @@ def test_a_killed_server_takes_stub_and_engine_with_it(other_server: Factory) ->
     assert not shm_files(server.shm_prefix)
 
 
+def test_a_server_killed_while_idle_takes_stub_and_engine_with_it(other_server: Factory) -> None:
+    """The stub hangs in its next call into the dead server, with the GIL held."""
+    server = other_server.start()
+    pid = server.pid
+    assert pid is not None
+    assert post(server, "generate", {"text_input": "x", "max_tokens": 2})[0] == 200
+    pids = descendants(pid)
+    assert len(pids) >= 3  # stub, engine, warden
+    os.kill(pid, signal.SIGKILL)
+    assert wait_until(lambda: not [p for p in pids if is_alive(p)], 12.0) < 10.0
+    server.stop()
+    assert not shm_files(server.shm_prefix)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
