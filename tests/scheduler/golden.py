@@ -1,0 +1,111 @@
+"""Golden decisions as JSON: encoding, and which moments of which scenario are kept.
+
+Run `python -m tests.scheduler.golden` to write the files anew, deliberately, after a change of the
+rules; the diff shows which decisions changed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.scheduler.build import BOOLS, FLOATS
+from tests.scheduler.simulate import SimEngine, Simulation
+from tests.scheduler.workloads import demo, machines, sustained
+from tokenflow.executor.api import CapacitySchedulerPolicy
+from tokenflow.policies import TokenflowPolicy
+from tokenflow.scheduler import plan
+from tokenflow.types import CostEstimate, Decision, KvView, SessionColumns, Snapshot
+
+FOLDER = Path(__file__).parent / "golden"
+POLICY = TokenflowPolicy()
+_POOL_BOUND = SimEngine(
+    capacity_policy=CapacitySchedulerPolicy.MAX_UTILIZATION, num_total_blocks=48, max_batch_size=16
+)
+SCENARIOS = {
+    "demo": (demo(), SimEngine()),
+    "machines": (machines(demo(), 2), SimEngine()),
+    "pool_bound": (demo(), _POOL_BOUND),
+    "overload": (sustained(1.5, num=30), SimEngine()),
+}
+_PER_REASON = 3
+
+
+def encode_snapshot(snapshot: Snapshot) -> dict[str, Any]:
+    """Plain JSON values; NaN is null and infinity "inf", floats are rounded to 1e-6."""
+    columns = {
+        name: [_number(v) for v in getattr(snapshot.sessions, name).tolist()]
+        for name in SessionColumns.__dataclass_fields__
+    }
+    kv = {name: getattr(snapshot.kv, name) for name in KvView.__dataclass_fields__}
+    costs = {name: getattr(snapshot.costs, name) for name in CostEstimate.__dataclass_fields__}
+    return {"now": _number(snapshot.now), "sessions": columns, "kv": kv, "costs": costs}
+
+
+def decode_snapshot(data: dict[str, Any]) -> Snapshot:
+    """The inverse, up to rounding."""
+    columns: dict[str, Any] = {}
+    for name, values in data["sessions"].items():
+        kind: Any = float if name in FLOATS else bool if name in BOOLS else np.int64
+        plain = [np.nan if v is None else np.inf if v == "inf" else v for v in values]
+        columns[name] = np.array(plain, dtype=kind)
+    kv = dict(data["kv"])
+    kv["capacity_policy"] = CapacitySchedulerPolicy(kv["capacity_policy"])
+    return Snapshot(
+        now=data["now"],
+        sessions=SessionColumns(**columns),
+        kv=KvView(**kv),
+        costs=CostEstimate(**data["costs"]),
+    )
+
+
+def encode_decision(decision: Decision) -> dict[str, Any]:
+    """Plain JSON values."""
+    return {
+        "pause": list(decision.pause),
+        "resume": list(decision.resume),
+        "admit": list(decision.admit),
+        "forced": list(decision.forced),
+        "why": {str(slot): why for slot, why in sorted(decision.why.items())},
+    }
+
+
+def record(name: str) -> list[dict[str, Any]]:
+    """The first few moments of a scenario for each set of reasons, and one empty decision."""
+    requests, engine = SCENARIOS[name]
+    seen: dict[tuple[str, ...], int] = {}
+    kept: list[dict[str, Any]] = []
+
+    def keep(snapshot: Snapshot, decision: Decision) -> None:
+        reasons = tuple(sorted(set(decision.why.values())))
+        seen[reasons] = seen.get(reasons, 0) + 1
+        if seen[reasons] > (_PER_REASON if reasons else 1):
+            return
+        data = encode_snapshot(snapshot)
+        decision = plan(decode_snapshot(data), POLICY)
+        kept.append({"snapshot": data, "decision": encode_decision(decision)})
+
+    Simulation(requests, lambda s: plan(s, POLICY), engine, on_plan=keep).run()
+    return kept
+
+
+def _number(value: Any) -> Any:
+    if not isinstance(value, float):
+        return int(value)
+    if np.isnan(value):
+        return None
+    return "inf" if value == np.inf else round(value, 6)
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for name in SCENARIOS:
+        lines = ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in record(name))
+        (FOLDER / f"{name}.json").write_text(f"[\n{lines}\n]\n")
+
+
+if __name__ == "__main__":
+    main()

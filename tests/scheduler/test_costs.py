@@ -1,0 +1,156 @@
+"""The cost model: learns the true costs, follows a change of speed, ignores outliers."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.scheduler.build import paused, running, snapshot, waiting
+from tokenflow.costs import CostModel
+from tokenflow.executor.api import InflightBatchingStats, IterationStats, KvCacheStats
+from tokenflow.policies import TokenflowPolicy
+from tokenflow.scheduler import plan
+
+TRUE = (0.045, 0.0013, 2.6e-6, 1 / 2600)
+
+
+def iteration(num_gen: int, context: int, prefill: int, *, speed: float = 1.0, extra: float = 0.0):
+    base, per_sequence, per_token, per_prefill = TRUE
+    seconds = base + per_sequence * num_gen + per_token * context + per_prefill * prefill
+    return IterationStats(
+        iter=0,
+        iter_latency_ms=1e3 * (seconds / speed + extra),
+        num_active_requests=num_gen,
+        num_queued_requests=0,
+        num_completed_requests=0,
+        max_num_active_requests=8,
+        kv_cache_stats=KvCacheStats(
+            max_num_blocks=1, free_num_blocks=0, used_num_blocks=0, tokens_per_block=32
+        ),
+        inflight_batching_stats=InflightBatchingStats(
+            num_scheduled_requests=num_gen + (prefill > 0),
+            num_context_requests=int(prefill > 0),
+            num_gen_requests=num_gen,
+            num_paused_requests=0,
+            num_ctx_tokens=prefill,
+        ),
+        num_gen_context_tokens=context,
+    )
+
+
+def feed(model: CostModel, num: int, *, speed: float = 1.0, seed: int = 1, outliers: bool = False):
+    rng = random.Random(seed)
+    for i in range(num):
+        num_gen = rng.randint(0, 8)
+        prefill = rng.choice([0, 0, 64, 256]) if num_gen else 64
+        late = 1.0 if outliers and i % 10 == 9 else 0.0
+        context = num_gen * rng.randint(50, 400)
+        model.observe_iteration(iteration(num_gen, context, prefill, speed=speed, extra=late))
+
+
+def assert_true_costs(model: CostModel, *, speed: float = 1.0, rel: float = 0.1) -> None:
+    estimate = model.estimate(0.05)
+    assert estimate.step_s(8, 8 * 300) == pytest.approx(
+        (TRUE[0] + TRUE[1] * 8 + TRUE[2] * 2400) / speed, rel=rel
+    )
+    assert estimate.step_s(1, 100) == pytest.approx(
+        (TRUE[0] + TRUE[1] + TRUE[2] * 100) / speed, rel=rel
+    )
+    assert estimate.prefill_tokens_per_s == pytest.approx(2600 * speed, rel=rel)
+
+
+def test_learns_all_costs() -> None:
+    model = CostModel()
+    feed(model, 200)
+    assert_true_costs(model, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_ten_iterations_outweigh_the_prior(seed: int) -> None:
+    model = CostModel()
+    feed(model, 10, seed=seed)
+    assert_true_costs(model, rel=0.4)
+
+
+def test_outliers_do_not_count() -> None:
+    model = CostModel()
+    feed(model, 200, outliers=True)
+    assert_true_costs(model, rel=0.15)
+
+
+def test_one_constant_load_gives_its_step_and_no_nonsense() -> None:
+    model = CostModel()
+    for _ in range(100):
+        model.observe_iteration(iteration(8, 2400, 0))
+    estimate = model.estimate(0.05)
+    assert estimate.step_s(8, 2400) == pytest.approx(
+        TRUE[0] + 8 * TRUE[1] + 2400 * TRUE[2], rel=0.02
+    )
+    assert 0 < estimate.prefill_tokens_per_s < 1e6
+    assert min(estimate.step_per_sequence_s, estimate.step_per_context_token_s) >= 0
+
+
+def test_follows_a_change_of_speed_within_a_few_iterations() -> None:
+    model = CostModel()
+    feed(model, 200)
+    feed(model, 12, speed=0.5, seed=2)
+    assert_true_costs(model, speed=0.5, rel=0.2)
+
+
+def test_the_prior_is_conservative() -> None:
+    prior = CostModel().estimate(0.05)
+    known = CostModel()
+    feed(known, 50)
+    learned = known.estimate(0.05)
+    assert prior.step_s(8, 2400) > 2 * learned.step_s(8, 2400)
+    assert prior.prefill_tokens_per_s < learned.prefill_tokens_per_s / 2
+    assert prior.pause_s > learned.pause_s
+    assert prior.resume_s > learned.resume_s
+
+
+def test_iterations_without_work_are_ignored() -> None:
+    model = CostModel()
+    model.observe_iteration(iteration(0, 0, 0))
+    assert model.num_observed == 0
+
+
+def test_round_trips_are_the_upper_quartile_of_what_was_seen() -> None:
+    model = CostModel()
+    feed(model, 50)
+    for seconds in [0.1] * 12 + [0.2] * 3 + [9.0]:
+        model.observe_pause(seconds)
+        model.observe_resume(seconds + 259 / 2600, 260)
+    estimate = model.estimate(0.05)
+    assert estimate.pause_s == pytest.approx(0.1)
+    assert estimate.resume_s == pytest.approx(0.1, abs=0.02)
+
+
+def test_an_engine_of_half_the_speed_moves_the_pause_threshold() -> None:
+    """The same streams: paused for a newcomer at full speed, not at half of it."""
+
+    def pauses(speed: float) -> bool:
+        model = CostModel()
+        feed(model, 60, speed=speed)
+        rows = [running(1.2), running(0.3), running(0.3), waiting()]
+        decision = plan(
+            snapshot(rows, max_batch_size=3, costs=model.estimate(0.05)), TokenflowPolicy()
+        )
+        return bool(decision.pause)
+
+    assert pauses(1.0)
+    assert not pauses(0.5)
+
+
+def test_an_engine_of_half_the_speed_brings_streams_back_earlier() -> None:
+    def resumes(speed: float) -> bool:
+        model = CostModel()
+        feed(model, 60, speed=speed)
+        rows = [running(9.0), running(9.0), paused(0.85, num_generated=20, max_tokens=40)]
+        decision = plan(
+            snapshot(rows, max_batch_size=2, costs=model.estimate(0.05)), TokenflowPolicy()
+        )
+        return bool(decision.resume)
+
+    assert not resumes(1.0)
+    assert resumes(0.5)

@@ -1,0 +1,71 @@
+"""Policies: bounds, ranking formula, configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tokenflow.config import ServingConfig
+from tokenflow.errors import ConfigError
+from tokenflow.policies import (
+    FcfsReservePolicy,
+    TokenflowPolicy,
+    WaitForm,
+    policy_from_config,
+    rank,
+)
+
+
+def ranked(policy: TokenflowPolicy, slack: float, wait: float, started: bool, priority: float):
+    arrays = (np.array([slack]), np.array([wait]), np.array([started]), np.array([priority]))
+    return float(rank(policy, *arrays)[0])
+
+
+def test_less_slack_ranks_higher_down_to_the_floor() -> None:
+    policy = TokenflowPolicy()
+    p = [ranked(policy, s, 0.0, True, 0.5) for s in (0.0, policy.slack_floor_s, 1.0, 10.0)]
+    assert p[0] == p[1] > p[2] > p[3]
+    assert np.isfinite(ranked(policy, np.inf, 0.0, True, 0.5))
+
+
+def test_slack_before_the_first_token_is_not_looked_at() -> None:
+    policy = TokenflowPolicy()
+    assert ranked(policy, np.nan, 1.0, False, 0.5) == ranked(policy, 7.0, 1.0, False, 0.5)
+
+
+def test_ageing_rises_and_the_guides_form_falls_with_the_wait() -> None:
+    ageing, guide = TokenflowPolicy(), TokenflowPolicy(wait_form=WaitForm.GUIDE)
+    assert ranked(ageing, 1.0, 9.0, False, 0.5) > ranked(ageing, 1.0, 1.0, False, 0.5)
+    assert ranked(guide, 1.0, 9.0, False, 0.5) < ranked(guide, 1.0, 1.0, False, 0.5)
+
+
+def test_a_low_class_overtakes_in_the_end() -> None:
+    policy = TokenflowPolicy()
+    assert ranked(policy, 1.0, 0.0, False, 1.0) > ranked(policy, 1.0, 10.0, False, 0.0)
+    assert ranked(policy, 1.0, 0.0, False, 1.0) < ranked(policy, 1.0, 30.0, False, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("conservativeness", 0.5),
+        ("slack_floor_s", 0.0),
+        ("load_limit", -1.0),
+        ("slack_margin_s", float("nan")),
+        ("high_share", 0.3),
+    ],
+)
+def test_values_out_of_range_are_named(key: str, value: float) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TokenflowPolicy(**{key: value})
+    assert caught.value.key == key
+
+
+def test_policies_come_from_the_configuration() -> None:
+    config = ServingConfig(conservativeness=2.0, slack_margin_s=0.7, min_quantum_s=0.9)
+    policy = policy_from_config(config)
+    assert policy == TokenflowPolicy(conservativeness=2.0, slack_margin_s=0.7, min_quantum_s=0.9)
+    fcfs = dataclasses.replace(config, scheduling_policy="fcfs-reserve")
+    assert policy_from_config(fcfs) == FcfsReservePolicy()

@@ -1,0 +1,135 @@
+"""Policies: frozen values that `scheduler.plan` is given.
+
+Owns the knobs, their defaults and bounds, and the ranking formula. A policy holds no state and
+reads nothing; two policies side by side are two values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+
+from tokenflow.config import ServingConfig
+from tokenflow.errors import ConfigError
+from tokenflow.types import BoolArray, FloatArray
+
+_MAX_RANKED_SLACK_S = 1e6
+"""Slack beyond this (no reader at all: infinite) ranks alike, so that P stays finite."""
+
+
+class WaitForm(enum.Enum):
+    """How waiting enters the priority."""
+
+    AGEING = "ageing"
+    """w = wait: rises with the wait, nobody is overtaken for ever."""
+    GUIDE = "guide"
+    """w = 1 / (wait + slack floor): the TokenFlow guide's form, falls with the wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenflowPolicy:
+    """Slack-priority scheduling with pause and resume.
+
+    conservativeness: κ >= 1, multiple of a round trip that slack must cover (section 4.2.1).
+    slack_margin_s: ε, added to every slack threshold.
+    slack_floor_s: δ > 0, slack below it ranks alike.
+    wait_weight, wait_form: λ and the form of w. unstarted_bonus: μ.
+    priority_shift: what a request priority of 1 gains over 0, in units of P.
+    load_limit: ρ, share of the capacity Γ up to which newcomers may displace.
+    typical_turn_s: time that a rotating stream runs between two pauses, from which the cost of
+        recomputing is foreseen; longer admits more and, beyond what is real, ends in thrashing.
+    min_quantum_s: time in the engine before a stream is paused for a newcomer or for balance.
+    max_bypass_s, max_passes: others may overtake a newcomer that does not fit until it has waited
+        so long; at most so many are passed over in one plan.
+    max_machine_pause_s, max_machine_pauses: a stream without a reader is paused at most so often,
+        and is due again after so long: its paused time is bounded by the product.
+    low_share, high_share, worthless_share: unread tokens as a share of the request's output. At
+        a reschedule a stream at or above high yields to one under low; a token produced at high is
+        worth 1 and at worthless 0, linearly (effective throughput, section 7.1.3).
+    min_exchange_gain: tokens' worth gained, per token of round trip, that an exchange must bring.
+    """
+
+    conservativeness: float = 1.5
+    slack_margin_s: float = 0.5
+    slack_floor_s: float = 0.1
+    wait_weight: float = 0.2
+    wait_form: WaitForm = WaitForm.AGEING
+    unstarted_bonus: float = 2.0
+    priority_shift: float = 4.0
+    load_limit: float = 0.9
+    typical_turn_s: float = 1.5
+    min_quantum_s: float = 0.5
+    max_bypass_s: float = 2.0
+    max_passes: int = 16
+    max_machine_pause_s: float = 10.0
+    max_machine_pauses: int = 4
+    low_share: float = 0.06
+    high_share: float = 0.10
+    worthless_share: float = 0.20
+    min_exchange_gain: float = 3.0
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if not isinstance(value, WaitForm) and not (0 <= value < float("inf")):
+                raise ConfigError(f.name, f"must be finite and >= 0, got {value!r}")
+        if self.conservativeness < 1:
+            raise ConfigError("conservativeness", f"must be >= 1, got {self.conservativeness!r}")
+        if self.slack_floor_s <= 0:
+            raise ConfigError("slack_floor_s", "must be > 0")
+        if not self.low_share <= self.high_share < self.worthless_share:
+            raise ConfigError("high_share", "low_share <= high_share < worthless_share must hold")
+
+
+@dataclass(frozen=True, slots=True)
+class FcfsReservePolicy:
+    """Run to completion, first come first served: a stock Triton deployment.
+
+    Everything is handed to the engine as it arrives; the engine's own queue holds what does not
+    fit; nothing is ever paused. The main baseline.
+    """
+
+
+Policy = TokenflowPolicy | FcfsReservePolicy
+
+
+def rank(
+    policy: TokenflowPolicy,
+    slack_s: FloatArray,
+    wait_s: FloatArray,
+    started: BoolArray,
+    priority: FloatArray,
+) -> FloatArray:
+    """P_i = −ln(max(S_i, δ)) + λ·w(wait_i) + μ·1[not started] + class shift; all shapes [n].
+
+    P only orders: it is negative for S > 1 s and is never summed. Slack is not looked at where
+    `started` is False.
+    """
+    slack = np.where(started, np.minimum(slack_s, _MAX_RANKED_SLACK_S), 1.0)
+    if policy.wait_form is WaitForm.AGEING:
+        waiting = wait_s
+    else:
+        waiting = 1.0 / (wait_s + policy.slack_floor_s)
+    result: FloatArray = (
+        policy.wait_weight * waiting
+        - np.log(np.maximum(slack, policy.slack_floor_s))
+        + np.where(started, 0.0, policy.unstarted_bonus)
+        + policy.priority_shift * priority
+    )
+    return result
+
+
+def policy_from_config(config: ServingConfig) -> Policy:
+    """The policy that `scheduling_policy` names, with the configured margins."""
+    if config.scheduling_policy == "fcfs-reserve":
+        return FcfsReservePolicy()
+    if config.scheduling_policy == "tokenflow":
+        return TokenflowPolicy(
+            conservativeness=config.conservativeness,
+            slack_margin_s=config.slack_margin_s,
+            min_quantum_s=config.min_quantum_s,
+        )
+    raise ConfigError("scheduling_policy", f"no such policy: {config.scheduling_policy!r}")

@@ -1,0 +1,268 @@
+"""plan(Snapshot, policy) -> Decision: who runs, who is paused, who comes back.
+
+Owns the order in which room is given away (the rules that allow are in scheduler_rules.py, the
+forecasts in scheduler_forecast.py, the room itself in scheduler_view.py):
+1. pinned: running streams keep what they hold; where the pool is about to run out under their
+   growth, those with most slack are paused first (against their slack only if nobody else is
+   left: counted as forced);
+2. due: paused streams whose readers run dry soon; their full need is set aside first;
+3. waiting: newcomers by priority, while the load is schedulable;
+4. low: other paused streams, nearly empty readers first, into free room;
+5. rest: paused streams that are well ahead, then newcomers beyond what is schedulable, in order of
+   arrival, into free room only: nobody yields for them;
+then exchanges between running and paused streams that gain more than they cost.
+
+Invariants: pure and stateless, the same Snapshot and policy give the same Decision; the snapshot
+is never written; blocks and slots are never exceeded; no more victims than needed; nobody is
+paused against its slack except as forced.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tokenflow.executor.api import CapacitySchedulerPolicy
+from tokenflow.policies import FcfsReservePolicy, Policy, TokenflowPolicy, rank
+from tokenflow.scheduler_balance import exchange
+from tokenflow.scheduler_forecast import Load, PrefillBudget, can_bring_back
+from tokenflow.scheduler_rules import Victims, admissible, due_rows, half_kept, victims
+from tokenflow.scheduler_view import Draft, View, view_of
+from tokenflow.types import Decision, IntArray, SessionState, Snapshot
+
+
+def plan(snapshot: Snapshot, policy: Policy) -> Decision:
+    """The decision for this instant; empty when nothing is to be done."""
+    if isinstance(policy, FcfsReservePolicy):
+        return _plan_fcfs(snapshot)
+    return _plan_by_slack(snapshot, policy)
+
+
+def _plan_fcfs(snapshot: Snapshot) -> Decision:
+    """Hand everything to the engine in order of arrival; its own queue holds what does not fit.
+
+    Paused rows exist only after an engine was lost; they arrived first and go first.
+    """
+    s = snapshot.sessions
+    fits = np.maximum(s.num_blocks_needed, s.num_blocks_final) <= snapshot.kv.num_total_blocks
+    resume = s.slot[(s.state == SessionState.PREEMPTED) & fits].tolist()
+    admit = s.slot[(s.state == SessionState.WAITING) & fits].tolist()
+    why = dict.fromkeys((*resume, *admit), "arrival")
+    return Decision(resume=tuple(resume), admit=tuple(admit), why=why)
+
+
+def _plan_by_slack(snapshot: Snapshot, policy: TokenflowPolicy) -> Decision:
+    state = snapshot.sessions.state
+    nobody_waits = not (
+        (state == SessionState.WAITING).any() or (state == SessionState.PREEMPTED).any()
+    )
+    reserved = snapshot.kv.capacity_policy is CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+    if nobody_waits and reserved:
+        return Decision()
+    view = view_of(snapshot, policy)
+    draft = Draft(view)
+    if draft.blocks < 0:
+        _relieve_pool(view, draft)
+    if nobody_waits:
+        return draft.decision()
+    draft.blocks -= view.reserve
+    able = victims(view)
+    if _place_due(view, draft, able):
+        held_for_head = _place_waiting(view, draft, able)
+        if not held_for_head and _place_paused(view, draft):
+            _place_rest(view, draft)
+        if not held_for_head and not draft.pause:
+            exchange(view, draft, able)
+    draft.prune()
+    return draft.decision()
+
+
+def _relieve_pool(view: View, draft: Draft) -> None:
+    """Pause until the growth of those that stay fits: with slack to spare first, then forced."""
+    able = victims(view)
+    chosen = draft.victims_to_reach(0, 0, [row for row, _ in able.for_due()])
+    if chosen is not None:
+        for row in chosen:
+            draft.take_out(row, "growth")
+        return
+    s = view.snapshot.sessions
+    rows = view.running[s.pausable[view.running] & s.started[view.running]]
+    order = np.argsort(-s.slack_s[rows], kind="stable")
+    candidates: list[int] = rows[order].tolist()
+    if len(candidates) == len(view.running) and not len(view.starting):
+        candidates = candidates[:-1]  # somebody must go on, or nothing is ever freed
+    chosen = draft.victims_to_reach(0, 0, candidates)
+    for row in candidates if chosen is None else chosen:
+        spared = row in able.rows
+        draft.take_out(row, "growth" if spared else "forced", forced=not spared)
+
+
+def _place_due(view: View, draft: Draft, able: Victims) -> bool:
+    """Bring back streams that would run dry; False if one had to be left out.
+
+    One that starves and was passed over for long keeps the room that comes free for itself.
+    """
+    rows = due_rows(view)
+    if not rows:
+        return True
+    s, policy, now = view.snapshot.sessions, view.policy, view.snapshot.now
+    rate = view.snapshot.costs.prefill_tokens_per_s
+    all_placed, pool = True, _left(draft, able.for_due())
+    for row in rows:
+        prefill_s = float(s.num_resume_tokens[row] - 1) / rate
+        chosen = draft.victims_for(row, (v for v, spare in pool if spare >= prefill_s))
+        if chosen is not None:
+            draft.place(row, "due", chosen)
+            pool = _left(draft, pool) if chosen else pool
+            continue
+        all_placed = False
+        starving = not s.slack_s[row] > 0
+        if starving and now - float(s.wait_since_time[row]) > policy.max_bypass_s:
+            break
+    return all_placed
+
+
+def _left(draft: Draft, pool: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The (row, spare) of `pool` that were not paused yet."""
+    return [entry for entry in pool if not draft.named(entry[0])]
+
+
+def _place_waiting(view: View, draft: Draft, able: Victims) -> bool:
+    """Admit schedulable newcomers by priority; True if room is kept for one too big for now.
+
+    Pauses are drafted greedily, then cut back to what leaves every paused stream its way back.
+    """
+    rows = _by_priority(view, admissible(view, draft))
+    if not rows:
+        return False
+    trial, load, prefill = draft.copy(), Load(view), PrefillBudget(view)
+    pool = _left(draft, able.for_others())
+    steps: list[tuple[int, list[int]]] = []
+    num_passed, held_for_head = 0, False
+    for row in rows:
+        if num_passed > view.policy.max_passes or not load.admits(row) or not prefill.allows(row):
+            break
+        if not half_kept(view, trial, row):
+            continue
+        prefill_s = prefill.seconds(row)
+        chosen = trial.victims_for(row, (v for v, spare in pool if spare >= prefill_s))
+        if chosen is None:
+            if _must_hold(view, row):
+                held_for_head = True
+                break
+            num_passed += 1
+            continue
+        trial.place(row, "waiting", chosen)
+        for victim in chosen:
+            pool = pool[1:] if pool[0][0] == victim else _left(trial, pool)
+        load.add(row)
+        prefill.take(row)
+        steps.append((row, chosen))
+    draft.adopt(_brought_back(view, draft, trial, steps))
+    return held_for_head
+
+
+def _by_priority(view: View, rows: IntArray) -> list[int]:
+    """The first of `rows` by P, ties by arrival: as many as one plan can place and pass over."""
+    s, kv, policy = view.snapshot.sessions, view.snapshot.kv, view.policy
+    wait_s = view.snapshot.now - s.wait_since_time[rows]
+    p = rank(policy, s.slack_s[rows], wait_s, s.started[rows], s.priority[rows])
+    limit = kv.max_batch_size + policy.max_passes
+    if len(rows) > 4 * limit:
+        # Everything down to the worst of the best `limit`, so that ties stay in order of arrival.
+        near = p >= np.partition(p, len(p) - limit)[len(p) - limit]
+        rows, p = rows[near], p[near]
+    result: list[int] = rows[np.argsort(-p, kind="stable")[:limit]].tolist()
+    return result
+
+
+def _must_hold(view: View, row: int) -> bool:
+    """True if `row` waited so long that nobody may overtake it any more."""
+    waited_s = view.snapshot.now - float(view.snapshot.sessions.arrival_time[row])
+    return waited_s > view.policy.max_bypass_s
+
+
+def _brought_back(
+    view: View, draft: Draft, full: Draft, steps: list[tuple[int, list[int]]]
+) -> Draft:
+    """`draft` after the longest prefix of `steps` that leaves everybody paused a way back.
+
+    full: the draft after all of them.
+    """
+    if not steps or _feasible(view, full):
+        return full
+    best, low, high = draft, 0, len(steps)
+    while high - low > 1:
+        middle = (low + high) // 2
+        trial = best.copy()
+        for row, chosen in steps[low:middle]:
+            trial.place(row, "waiting", chosen)
+        if _feasible(view, trial):
+            best, low = trial, middle
+        else:
+            high = middle
+    return best
+
+
+def _feasible(view: View, draft: Draft) -> bool:
+    return can_bring_back(
+        view,
+        paused=draft.pause,
+        placed=[*draft.resume, *draft.admit],
+        free_slots=draft.slots,
+        free_blocks=draft.blocks,
+    )
+
+
+def _place_paused(view: View, draft: Draft) -> bool:
+    """Give free room to paused streams; False if one is left outside."""
+    if not len(view.paused):
+        return True
+    if draft.slots >= 1:
+        num_passed = 0
+        for row in _paused_in_order(view):
+            if draft.slots < 1 or num_passed > view.policy.max_passes:
+                break
+            if draft.named(row):
+                continue
+            if draft.fits(row):
+                draft.place(row, "free room")
+            else:
+                num_passed += 1
+    return len(draft.resume) == len(view.paused)
+
+
+def _paused_in_order(view: View) -> list[int]:
+    """Readers that are not well ahead by P; after them those that are, and streams without a
+    reader, longest remaining first, so that no long stream is left to run alone in the end."""
+    s = view.snapshot.sessions
+    rows = view.paused
+    unread = s.slack_s[rows] * s.read_rate[rows]
+    ahead = unread >= view.policy.high_share * s.max_tokens[rows]
+    well_ahead = rows[ahead]
+    remaining = s.max_tokens[well_ahead] - s.num_generated[well_ahead]
+    longest_first = well_ahead[np.argsort(-remaining, kind="stable")]
+    return [*_by_priority(view, rows[~ahead]), *longest_first.tolist()]
+
+
+def _place_rest(view: View, draft: Draft) -> None:
+    """Admit newcomers beyond the schedulable load into room that nobody else can use.
+
+    A batch with idle slots helps nobody, and nobody has to yield later to keep them company: all
+    that started are running.
+    """
+    if draft.slots < 1 or draft.pause:
+        return
+    prefill = PrefillBudget(view)
+    for row in draft.admit:
+        prefill.take(row)
+    limit = view.snapshot.kv.max_batch_size + view.policy.max_passes
+    for row in admissible(view, draft)[:limit].tolist():
+        if draft.slots < 1 or not prefill.allows(row):
+            return
+        if draft.named(row) or not half_kept(view, draft, row):
+            continue
+        if draft.fits(row):
+            draft.place(row, "free room")
+            prefill.take(row)
+        elif _must_hold(view, row):
+            return

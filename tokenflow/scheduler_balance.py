@@ -1,0 +1,77 @@
+"""Local search: let streams that are far ahead yield to paused ones that are nearly read out.
+
+Owns the value of an exchange. A token produced while its reader has plenty unread is worth little
+(effective throughput, TokenFlow section 7.1.3: 1 below 10 % of the output length unread, falling to
+0 at 20 %), so a stream at or above the high share yields to one under the low share, if what is
+gained exceeds the round trip it costs. Of those that may yield, the ones with most generated
+tokens go on: excess capacity finishes a few instead of lifting all.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tokenflow.scheduler_rules import Victims
+from tokenflow.scheduler_view import Draft, View
+
+
+def exchange(view: View, draft: Draft, able: Victims) -> None:
+    """Draft the exchanges that pay, neediest paused stream first."""
+    takers = _low_paused(view, draft)
+    if not takers:
+        return
+    for taker in takers:
+        chosen = draft.victims_for(taker, _far_ahead(view, draft, able, taker))
+        if chosen is None or len(chosen) != 1 or _gain(view, taker, chosen[0]) <= 0:
+            continue
+        draft.place(taker, "balance", chosen)
+
+
+def _share(view: View, row: int) -> float:
+    """Unread tokens of `row` as a share of its output limit."""
+    s = view.snapshot.sessions
+    return float(s.slack_s[row] * s.read_rate[row] / s.max_tokens[row])
+
+
+def _low_paused(view: View, draft: Draft) -> list[int]:
+    s, policy = view.snapshot.sessions, view.policy
+    rows = view.paused[s.has_reader[view.paused]]
+    if not len(rows):
+        return []
+    share = s.slack_s[rows] * s.read_rate[rows] / s.max_tokens[rows]
+    low = share < policy.low_share
+    order = np.argsort(share[low], kind="stable")[: view.snapshot.kv.max_batch_size]
+    return [row for row in rows[low][order].tolist() if not draft.named(row)]
+
+
+def _far_ahead(view: View, draft: Draft, able: Victims, taker: int) -> list[int]:
+    """Running streams at or above the high share, fewest generated tokens first."""
+    s = view.snapshot.sessions
+    prefill_s = float(s.num_resume_tokens[taker] - 1) / view.snapshot.costs.prefill_tokens_per_s
+    rows = [
+        row
+        for row, spare_s in able.for_others()
+        if spare_s >= prefill_s
+        and not draft.named(row)
+        and (not s.has_reader[row] or _share(view, row) >= view.policy.high_share)
+    ]
+    return sorted(rows, key=lambda row: int(s.num_generated[row]))
+
+
+def _gain(view: View, taker: int, giver: int) -> float:
+    """Worth of tokens gained by the exchange, less what its round trip must bring.
+
+    The taker runs until its reader reaches the high share; those tokens count in full. In the same
+    slot the giver would have produced as many, at the worth of its own reader's growing store. The
+    round trip loses the giver's token in flight and the time of what is recomputed.
+    """
+    s, policy, costs = view.snapshot.sessions, view.policy, view.snapshot.costs
+    num_tokens = (policy.high_share - _share(view, taker)) * float(s.max_tokens[taker])
+    worth = 0.0
+    if s.has_reader[giver]:
+        middle = _share(view, giver) + 0.5 * num_tokens / float(s.max_tokens[giver])
+        span = policy.worthless_share - policy.high_share
+        worth = min(1.0, max(0.0, (policy.worthless_share - middle) / span))
+    recompute = float(s.num_resume_tokens[taker] - 1) / costs.prefill_tokens_per_s
+    round_trip_tokens = 1.0 + recompute / view.step_s
+    return num_tokens * (1.0 - worth) - policy.min_exchange_gain * round_trip_tokens
