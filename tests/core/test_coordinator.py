@@ -17,10 +17,10 @@ PROMPT = (5, 6, 7, 8, 9)
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
-@pytest.mark.parametrize("pause_at", range(1, 30))
+@pytest.mark.parametrize("pause_at", range(1, 60))
 def test_a_pause_after_any_token_changes_nothing(pause_at: int, in_flight: bool) -> None:
-    h = Harness()
-    handle = h.submit(PROMPT, 30)
+    h = Harness(replace(CONFIG, max_seq_len=128))
+    handle = h.submit(PROMPT, 60)
     other = h.submit((3, 2, 1), 40)
     while len(h.tokens_of(handle)) < pause_at:
         h.step()
@@ -30,13 +30,13 @@ def test_a_pause_after_any_token_changes_nothing(pause_at: int, in_flight: bool)
         h.plan()
         h.end()
     h.run_to_empty()
-    h.expect_whole(handle, PROMPT, 30)
+    h.expect_whole(handle, PROMPT, 60)
     h.expect_whole(other, (3, 2, 1), 40)
     usage = h.events_of(handle)[-1].usage
     assert usage is not None
     assert usage.num_pauses == 1
     # A pause during the very last step meets a request that has ended by itself.
-    ended = in_flight and pause_at == 29
+    ended = in_flight and pause_at == 59
     assert h.coordinator.counters.num_resumes == (0 if ended else 1)
     assert h.coordinator.counters.num_recomputed_tokens == 0
     h.expect_nothing_left()
