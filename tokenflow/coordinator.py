@@ -314,6 +314,8 @@ class Coordinator:
             session.cum_log_prob += sum(result.log_probs[0])
         self.table.deliver(session, token_ids, now)
         self.counters.num_output_tokens += len(token_ids)
+        if len(session.output_token_ids) == session.request.max_tokens - 1:
+            self._needs_plan = True  # it ends in the next step: its place can be given away now
         if first_ever:
             self.counters.ttft_s.append(now - session.request.arrival_time)
 
@@ -322,7 +324,7 @@ class Coordinator:
         resumed = session.state is _S.RESUMING
         self.table.transition(session, _S.RUNNING, now)
         if resumed:
-            self.costs.observe_resume(now - session.enqueue_time, 1)
+            self.costs.observe_resume(now - session.enqueue_time, session.num_resume_tokens)
         self._answers.trace("resumed" if resumed else "first_token", session, now)
         self._needs_plan = True
 

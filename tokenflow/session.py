@@ -81,6 +81,7 @@ class Session:
     output_token_ids: every token generated so far, sent to the client exactly once, in order.
     executor_request_id: the engine's id while the engine holds it (a new one at each resume).
     num_enqueued_tokens: length of the prompt at the last enqueue (client's prompt + streamed).
+    num_resume_tokens: tokens that a resume would compute, by the last cache estimate.
     answered: the client already got its end; what the engine still says is discarded.
     """
 
@@ -96,6 +97,7 @@ class Session:
     last_transition_time: float = 0.0
     enqueue_time: float = 0.0
     num_enqueued_tokens: int = 0
+    num_resume_tokens: int = 1
     num_pauses: int = 0
     paused_s: float = 0.0
     answered: bool = False
@@ -237,6 +239,7 @@ class SessionTable:
 
     def set_resume_tokens(self, session: Session, num_tokens: int) -> None:
         """Tokens that a resume would have to compute, by the current cache estimate."""
+        session.num_resume_tokens = num_tokens
         self._ints[_I["num_resume_tokens"], session.slot] = num_tokens
 
     def num_used_blocks(self) -> int:
