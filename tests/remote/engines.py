@@ -55,17 +55,19 @@ class CountingEngine:
         self._thread.start()
 
     def enqueue_request(self, request: Request) -> int:
-        with self._condition:
-            if len(self._active) >= MAX_QUEUE:
-                raise RuntimeError(f"Maximum queue size of {MAX_QUEUE} has been reached")
-            self._last_id += 3
-            self._active[self._last_id] = [request, 0]
-            self._condition.notify_all()
-            return self._last_id
+        return self.enqueue_requests([request])[0]
 
     def enqueue_requests(self, requests: Sequence[Request]) -> list[int]:
         with self._condition:
-            return [self.enqueue_request(request) for request in requests]
+            if len(self._active) + len(requests) > MAX_QUEUE:  # all or none, as the surface says
+                raise RuntimeError(f"Maximum queue size of {MAX_QUEUE} has been reached")
+            ids = []
+            for request in requests:
+                self._last_id += 3
+                self._active[self._last_id] = [request, 0]
+                ids.append(self._last_id)
+            self._condition.notify_all()
+            return ids
 
     def await_responses(self, timeout: timedelta | None = None) -> list[Response]:
         with self._condition:
@@ -261,7 +263,7 @@ def stuck_shutdown(
 class RefusingEngine(CountingEngine):
     """Its queue is always full."""
 
-    def enqueue_request(self, request: Request) -> int:
+    def enqueue_requests(self, requests: Sequence[Request]) -> list[int]:
         raise RuntimeError("Maximum queue size of 0 has been reached, please try again later")
 
 

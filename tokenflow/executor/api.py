@@ -278,7 +278,7 @@ class Executor(Protocol):
         ...
 
     def enqueue_requests(self, requests: Sequence[Request]) -> list[int]:
-        """Queue several in order; ids in the same order."""
+        """Queue several in order, all or none; ids in the same order."""
         ...
 
     def await_responses(self, timeout: timedelta | None = None) -> list[Response]:
