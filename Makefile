@@ -1,0 +1,74 @@
+# Everything a person runs. `make setup` is done by itself where it is needed; each target works in
+# a fresh clone for a user without special rights.
+
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# Interpreter for the environment; empty = the newest fitting one found.
+PYTHON ?=
+# Flags for `serve`, `demo` and `burst-pa`, e.g. make demo ARGS="--runs 5"
+ARGS ?=
+# Where pip may look besides its own configuration, e.g. PIP_FLAGS="--find-links wheels/"
+PIP_FLAGS ?=
+
+# Test workers share the cores: one thread each, and waiting threads sleep instead of spinning.
+TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
+
+.PHONY: help setup doctor model serve demo burst-pa test check format bench docs clean distclean
+
+help:  ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY)  ## environment in .venv, and a check of what pip cannot bring
+
+$(READY): pyproject.toml constraints.txt
+	@python=$$(.ci/find-python "$(PYTHON)") && \
+	  { test -x $(BIN)/python || "$$python" -m venv $(VENV); }
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt \
+	  -e '.[engine,server,client,perf,dev]'
+	$(BIN)/tokenflow doctor
+	@touch $@
+
+doctor: $(READY)  ## what this machine lacks, with the line to run
+	$(BIN)/tokenflow doctor
+
+model: $(READY)  ## fetch and convert SmolLM2-135M-Instruct
+	$(BIN)/tokenflow model fetch
+
+serve: model  ## the real server with SmolLM2; prints what to try
+	$(BIN)/tokenflow serve $(ARGS)
+
+demo: model  ## one burst, first-come-first-served against tokenflow; table and picture
+	$(BIN)/tokenflow demo $(ARGS)
+
+burst-pa: model  ## the same burst driven by perf_analyzer
+	$(BIN)/tokenflow burst-pa $(ARGS)
+
+check: $(READY)  ## ruff and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+test: check model  ## every check and test, the real server included
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not e2e"
+	$(TEST_ENV) $(BIN)/python -m pytest -m e2e
+
+format: $(READY)  ## rewrite the sources as `check` wants them
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: model  ## cost of a plan, of the process channel and of a decode step
+	$(BIN)/python -m perf.plan_cost
+	$(BIN)/python -m perf.channel
+	$(BIN)/python -m perf.engine_step
+
+docs: $(READY)  ## rewrite the generated tables of README and docs
+	$(BIN)/python -m perf.report --update
+
+clean:  ## caches and build output; keeps .venv, the model and the results
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+distclean: clean  ## also .venv and downloaded tools
+	rm -rf $(VENV) .cache

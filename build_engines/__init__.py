@@ -1,0 +1,1 @@
+"""Checkpoints for the engines: fetched, converted or made on the spot."""

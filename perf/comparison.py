@@ -1,0 +1,231 @@
+"""Both policies on a real server, under the same workload: shared by the demo and burst-pa.
+
+Owns a run from the start of its server to its numbers, the alternation of several runs, the common
+flags and the content of the result files. How the workload is played is passed in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from perf.analysis import (
+    BenchmarkError,
+    Run,
+    ratios,
+    require_complete,
+    summarise,
+    visible_stalls,
+)
+from perf.client import WorkloadRecord
+from perf.harness import make_config, serving, warm_up
+from perf.trace_view import BatchCheck, capacity, check_batch, read_trace
+from perf.workloads import (
+    DEMO_ENGINE,
+    DEMO_SEED,
+    ClientRequest,
+    FileTokenizer,
+    total_read_rate,
+)
+from tokenflow import metrics
+from triton_backend.launcher import TritonServer
+
+# Names in results -> the product's policies.
+POLICIES = {"fcfs": "fcfs-reserve", "tokenflow": "tokenflow"}
+RESULTS = Path(__file__).resolve().parent / "results"
+
+# Plays the requests against a server; gets the run's folder and a label for its progress bar.
+Player = Callable[[TritonServer, list[ClientRequest], Path, str], WorkloadRecord]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Played:
+    """A run with its raw record, for the picture."""
+
+    run: Run
+    record: WorkloadRecord
+    batch: BatchCheck
+
+
+def run_policy(
+    name: str,
+    requests: list[ClientRequest],
+    player: Player,
+    *,
+    model_path: Path,
+    settings: Mapping[str, str],
+    folder: Path,
+    label: str,
+) -> Played:
+    """Start a server with the policy `name`, play the workload once, and read the outcome.
+
+    Raises BenchmarkError for a failed request, or for a baseline that was idle while one waited.
+    """
+    folder.mkdir(parents=True)
+    trace_path = folder / "trace.jsonl"
+    config = make_config(model_path, POLICIES[name], trace_path, settings)
+    with serving(config, folder, label) as server:
+        warm_up(server, FileTokenizer(model_path), folder, config.max_batch_size)
+        record = player(server, requests, folder, label)
+    require_complete(record.clients)
+    trace = read_trace(
+        trace_path, tokens_per_block=config.tokens_per_block, since_time=record.start_time
+    )
+    num_blocks = config.max_tokens_in_paged_kv_cache // config.tokens_per_block
+    batch = check_batch(trace, max_batch_size=config.max_batch_size, num_blocks=num_blocks)
+    if name == "fcfs" and batch.idle_times:
+        raise BenchmarkError(
+            f"the baseline had a free slot in {len(batch.idle_times)} iterations in which "
+            "somebody waited who would have fitted"
+        )
+    run = Run(
+        policy=name,
+        clients=record.clients,
+        visible_stalls=visible_stalls(record.clients, trace, record.lags),
+        num_pauses=trace.num_pauses,
+        load=total_read_rate(requests) / capacity(trace, config.max_batch_size),
+    )
+    return Played(run=run, record=record, batch=batch)
+
+
+def run_interleaved(
+    num_runs: int,
+    requests: list[ClientRequest],
+    player: Player,
+    model_path: Path,
+    settings: Mapping[str, str],
+) -> dict[str, list[Played]]:
+    """`num_runs` of each policy, alternating which comes first, so that drift hits both alike."""
+    played: dict[str, list[Played]] = {name: [] for name in POLICIES}
+    with tempfile.TemporaryDirectory(prefix="tokenflow-perf-") as scratch:
+        for index in range(num_runs):
+            for name in list(POLICIES)[:: 1 if index % 2 == 0 else -1]:
+                label = name if num_runs == 1 else f"{name}, run {index + 1}/{num_runs}"
+                played[name].append(
+                    run_policy(
+                        name,
+                        requests,
+                        player,
+                        model_path=model_path,
+                        settings=settings,
+                        folder=Path(scratch) / f"{name}-{index}",
+                        label=label,
+                    )
+                )
+    return played
+
+
+def collect(
+    played: Mapping[str, Sequence[Played]], requests: Sequence[ClientRequest], settings: Any
+) -> dict[str, Any]:
+    """The content of a result file: a summary per policy, `ratio`, and every run's values."""
+    result: dict[str, Any] = {
+        name: summarise([one.run for one in runs]) for name, runs in played.items()
+    }
+    result["ratio"] = ratios(result["tokenflow"], result["fcfs"])
+    result["runs"] = [_run_values(one) for runs in played.values() for one in runs]
+    result["settings"] = dict(settings)
+    result["workload"] = {
+        "seed": DEMO_SEED,
+        "requests": [
+            {
+                "request_id": r.request_id,
+                "num_prompt_tokens": r.num_prompt_tokens,
+                "max_tokens": r.max_tokens,
+                "read_rate": r.read_rate,
+                "send_offset_s": round(r.send_offset_s, 4),
+            }
+            for r in requests
+        ],
+    }
+    result["machine"] = {
+        "python": platform.python_version(),
+        "num_cores": len(os.sched_getaffinity(0)),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    return result
+
+
+def _run_values(played: Played) -> dict[str, Any]:
+    run, record = played.run, played.record
+    return {
+        "policy": run.policy,
+        **summarise([run]),
+        "burst_ttft_s": [round(value, 4) for value in run.burst_ttfts_s],
+        "end_to_end_s": {
+            client.request_id: round(metrics.end_to_end_s(stream), 4)
+            for client, stream in zip(run.clients, run.streams, strict=True)
+        },
+        "stalls": [
+            {
+                "request_id": one.request_id,
+                "duration_s": round(one.stall.duration_s, 4),
+                "at_s": round(one.stall.wanted_time - record.start_time, 3),
+                "cause": one.cause.value,
+            }
+            for one in run.visible_stalls
+        ],
+        "iterations_with_waiting": {
+            "batch_full": played.batch.num_full,
+            "no_room": played.batch.num_no_room,
+            "idle_slot": len(played.batch.idle_times),
+        },
+        "client_cpu_s": None if record.cpu_s is None else round(record.cpu_s, 3),
+        "client_worst_lag_s": round(max((late for _, late in record.lags), default=0.0), 3),
+    }
+
+
+def parse_settings(pairs: Sequence[str]) -> dict[str, str]:
+    """Engine settings of the demo with `NAME=VALUE` pairs laid over them."""
+    settings = dict(DEMO_ENGINE)
+    for pair in pairs:
+        name, separator, value = pair.partition("=")
+        if not separator:
+            raise BenchmarkError(f"--set wants NAME=VALUE, got {pair!r}")
+        settings[name] = value
+    return settings
+
+
+def positive(text: str) -> int:
+    """A flag's value that must be a whole number of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The common flags, for a command's own parser and for that of `tokenflow`."""
+    parser.add_argument("--runs", type=positive, default=1, metavar="N", help="runs of each policy")
+    parser.add_argument(
+        "--json", action="store_true", help="print the result as JSON, not as a table"
+    )
+    parser.add_argument("--model", type=Path, default=None, help="checkpoint folder (SmolLM2)")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, metavar="DIR", help="where the results are written"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        dest="settings",
+        help="server parameter, for both policies alike (repeatable)",
+    )
+
+
+def find_model(arguments: argparse.Namespace) -> Path:
+    """The checkpoint folder to use. Raises BenchmarkError when it is not there yet."""
+    from build_engines.fetch import default_model_path
+
+    model_path: Path = arguments.model or default_model_path()
+    if not (model_path / "config.json").exists():
+        raise BenchmarkError(f"no model at {model_path}; run: tokenflow model fetch")
+    return model_path

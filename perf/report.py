@@ -1,0 +1,142 @@
+"""Tables from results, for the terminal, README.md and docs.
+
+`python -m perf.report --update` rewrites the parts of README.md, docs/benchmarks.md and
+docs/operations.md that lie between `<!-- generated: NAME -->` and `<!-- end -->`; `--check` ends
+with 1 when one of them is not current. Owns the order and wording of the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenflow.cli.flags import parameter_table
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "perf" / "results"
+DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/operations.md")
+_BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+# key, what a person reads, digits, unit
+_ROWS = (
+    ("ttft_p50_s", "burst: first token, P50", 2, "s"),
+    ("ttft_p99_s", "burst: first token, P99", 2, "s"),
+    ("ttft_worst_s", "burst: first token, worst", 2, "s"),
+    ("stalls_over_250ms", "stalls a reader sees (> 250 ms)", 0, ""),
+    ("effective_throughput", "effective throughput", 1, "tok/s"),
+    ("raw_throughput", "raw throughput", 1, "tok/s"),
+    ("end_to_end_p50_s", "end to end, P50", 1, "s"),
+    ("end_to_end_p99_s", "end to end, P99", 1, "s"),
+    ("num_pauses", "pauses", 0, ""),
+)
+_COLUMNS = ("fcfs", "tokenflow")
+
+
+def rows(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    """(what, fcfs, tokenflow, ratio) as text, for the keys that the result has."""
+    fcfs, tokenflow = result["fcfs"], result["tokenflow"]
+    table = []
+    for key, words, digits, unit in _ROWS:
+        if key not in fcfs:
+            continue
+        ratio = result["ratio"].get(key)
+        shown = [f"{values[key]:.{digits}f} {unit}".strip() for values in (fcfs, tokenflow)]
+        table.append((words, shown[0], shown[1], "" if ratio is None else f"{ratio:.3f}"))
+        if key == "stalls_over_250ms" and "stalls_by_cause" in fcfs:
+            causes = [_causes(values["stalls_by_cause"]) for values in (fcfs, tokenflow)]
+            table.append(("… and what caused them", causes[0], causes[1], ""))
+    return table
+
+
+def format_table(result: Mapping[str, Any]) -> str:
+    """The table for a terminal."""
+    table = [("", *_COLUMNS, "ratio"), *rows(result)]
+    widths = [max(len(row[column]) for row in table) for column in range(4)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2, 3))])
+        for row in table
+    )
+
+
+def markdown_table(result: Mapping[str, Any]) -> str:
+    """The table for a document."""
+    lines = ["| | first come, first served | tokenflow | ratio |", "|---|--:|--:|--:|"]
+    lines += [f"| {' | '.join(row)} |" for row in rows(result)]
+    return "\n".join(lines)
+
+
+def runs_table(result: Mapping[str, Any]) -> str:
+    """One row per run, for a document."""
+    lines = [
+        "| policy | first token P50 / worst | raw | effective | stalls | pauses | ΣR/Γ |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for run in result["runs"]:
+        load = "" if run["load"] is None else f"{run['load']:.2f}"
+        lines.append(
+            f"| {run['policy']} | {run['ttft_p50_s']:.2f} / {run['ttft_worst_s']:.2f} s "
+            f"| {run['raw_throughput']:.1f} tok/s | {run['effective_throughput']:.1f} tok/s "
+            f"| {run['stalls_over_250ms']} | {run['num_pauses']} | {load} |"
+        )
+    return "\n".join(lines)
+
+
+def _causes(causes: Mapping[str, int]) -> str:
+    return ", ".join(f"{cause} {num}" for cause, num in causes.items() if num) or "none"
+
+
+def _from_results(name: str, render: Callable[[Mapping[str, Any]], str]) -> Callable[[], str]:
+    def text() -> str:
+        path = RESULTS / f"{name}.json"
+        if not path.exists():
+            return f"No results yet: run `make {name.replace('_', '-')}`, then `make docs`."
+        return render(json.loads(path.read_text()))
+
+    return text
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "demo": _from_results("demo", markdown_table),
+    "demo_runs": _from_results("demo", runs_table),
+    "burst_pa": _from_results("burst_pa", markdown_table),
+    "parameters": parameter_table,
+}
+
+
+def regenerate(text: str) -> str:
+    """`text` with every generated block written anew. Raises KeyError for an unknown block."""
+
+    def block(match: re.Match[str]) -> str:
+        return f"{match.group(1)}{BLOCKS[match.group(2)]()}\n{match.group(4)}"
+
+    return _BLOCK.sub(block, text)
+
+
+def stale_documents() -> list[Path]:
+    """Documents whose generated parts are not current."""
+    paths = [ROOT / name for name in DOCUMENTS]
+    return [path for path in paths if regenerate(path.read_text()) != path.read_text()]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m perf.report", description=__doc__)
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--update", action="store_true", help="rewrite what is not current")
+    mode.add_argument("--check", action="store_true", help="only say what is not current")
+    parsed = parser.parse_args(arguments)
+    stale = stale_documents()
+    for path in stale:
+        print(f"{'updated' if parsed.update else 'not current'}: {path.relative_to(ROOT)}")
+        if parsed.update:
+            path.write_text(regenerate(path.read_text()))
+    return 1 if parsed.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The `tokenflow` command: one module per subcommand, each with `add_parser` and `run`."""

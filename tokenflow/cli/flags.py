@@ -1,0 +1,85 @@
+"""Flags and tables made from `ServingConfig`, so that a parameter is described in one place.
+
+Invariant: every field of ServingConfig is a flag of `tokenflow serve` and a row of the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from tokenflow.config import ServingConfig, parse_parameters
+
+_DEST_PREFIX = "config_"
+
+
+def add_config_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag per field; values stay text and are judged by `parse_parameters`."""
+    group = parser.add_argument_group(
+        "server parameters", "the names of config.pbtxt, with dashes; see docs/operations.md"
+    )
+    for field in dataclasses.fields(ServingConfig):
+        boolean = isinstance(field.default, bool)
+        group.add_argument(
+            flag_name(field.name),
+            dest=_DEST_PREFIX + field.name,
+            choices=field.metadata["choices"] or (("true", "false") if boolean else None),
+            metavar=None if boolean or field.metadata["choices"] else "VALUE",
+            help=_help(field.metadata["help"], field.default),
+        )
+
+
+def config_from_flags(arguments: argparse.Namespace, **overrides: str) -> ServingConfig:
+    """The configuration that the flags describe; `overrides` fill those that were not given.
+
+    Raises ConfigError naming the parameter.
+    """
+    values = dict(overrides)
+    for field in dataclasses.fields(ServingConfig):
+        given = getattr(arguments, _DEST_PREFIX + field.name)
+        if given is not None:
+            values[field.name] = given
+    return parse_parameters(values)
+
+
+def flag_name(field_name: str) -> str:
+    """`--max-batch-size` of `max_batch_size`."""
+    return "--" + field_name.replace("_", "-")
+
+
+def parameter_table() -> str:
+    """Markdown table of every parameter: name, default, allowed values, meaning."""
+    lines = ["| parameter | default | allowed | meaning |", "|---|---|---|---|"]
+    for field in dataclasses.fields(ServingConfig):
+        meta = field.metadata
+        lines.append(
+            f"| `{field.name}` | {_code(_shown(field.default))} | {_allowed(field.default, meta)} "
+            f"| {meta['help']} |"
+        )
+    return "\n".join(lines)
+
+
+def _help(text: str, default: Any) -> str:
+    shown = text if default == "" else f"{text} (default: {_shown(default)})"
+    return shown.replace("%", "%%")
+
+
+def _allowed(default: Any, meta: Any) -> str:
+    if meta["choices"]:
+        return ", ".join(_code(choice) for choice in meta["choices"])
+    if isinstance(default, bool):
+        return "`true`, `false`"
+    if meta["low"] is not None:
+        return f"{meta['low']} to {meta['high']}"
+    return "text"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) or "empty"
+
+
+def _code(text: str) -> str:
+    return text if text == "empty" else f"`{text}`"

@@ -1,0 +1,151 @@
+"""`tokenflow serve`: a real tritonserver with this backend, in the foreground.
+
+Owns the order of things: configuration, model, ports, repository, server, log, stop. Whatever
+ends the command, the server is stopped and its temporary repository removed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from tokenflow.cli.flags import add_config_flags, config_from_flags
+from tokenflow.cli.model import ensure_model
+from tokenflow.cli.progress import Waiting
+
+if TYPE_CHECKING:
+    from triton_backend.launcher import TritonServer
+
+READY_TIMEOUT_S = 600.0
+_LOG_POLL_S = 0.2
+
+
+def add_parser(commands: Any) -> None:
+    """Add `serve` to the subcommands."""
+    parser = commands.add_parser(
+        "serve",
+        help="start the server and print what to try",
+        description="Starts tritonserver with this backend and a model, SmolLM2-135M unless "
+        "--gpt-model-path says otherwise, prints what to try, and shows the server's log until "
+        "Ctrl-C.",
+    )
+    network = parser.add_argument_group("network")
+    network.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    network.add_argument("--http-port", type=int, default=8000, help="default: %(default)s")
+    network.add_argument("--grpc-port", type=int, default=8001, help="default: %(default)s")
+    network.add_argument("--metrics-port", type=int, default=8002, help="default: %(default)s")
+    parser.add_argument(
+        "--exit-timeout-s",
+        type=int,
+        default=30,
+        help="how long streams in flight may go on after Ctrl-C (default: %(default)s)",
+    )
+    add_config_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until Ctrl-C, SIGTERM or the server's own end; 1 if it ended by itself."""
+    from triton_backend.installation import Ports, require_free_ports
+    from triton_backend.launcher import TritonServer
+    from triton_backend.repository import render_repository
+
+    config = config_from_flags(arguments)
+    ports = Ports(
+        http=arguments.http_port, grpc=arguments.grpc_port, metrics=arguments.metrics_port
+    )
+    require_free_ports(ports, arguments.host)
+    if not config.gpt_model_path and config.engine == "inflight":
+        config = config_from_flags(arguments, gpt_model_path=str(ensure_model()))
+    with tempfile.TemporaryDirectory(prefix="tokenflow-serve-") as scratch, _sigterm_as_ctrl_c():
+        server = TritonServer(
+            render_repository(config, Path(scratch) / "repository"),
+            ports=ports,
+            host=arguments.host,
+            log_path=Path(scratch) / "server.log",
+            exit_timeout_s=arguments.exit_timeout_s,
+        )
+        try:
+            _start(server)
+            print(what_to_try(server.http_url, server.grpc_url, server.metrics_url), flush=True)
+            _show_log(server)
+            print("tokenflow: the server ended by itself", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            print("\ntokenflow: stopping …", file=sys.stderr)
+            return 0
+        finally:
+            _stop(server)
+
+
+def what_to_try(http_url: str, grpc_url: str, metrics_url: str) -> str:
+    """Lines for a person: a curl command, the gRPC address, the metrics address."""
+    body = {
+        "text_input": "The lighthouse on the northern cape",
+        "max_tokens": 60,
+        "stream": True,
+        "read_rate": 6.0,
+    }
+    url = f"http://{http_url}/v2/models/ensemble/generate_stream"
+    return "\n".join(
+        [
+            "",
+            "Ready. Try:",
+            f"  curl -sN {url} -d {shlex.quote(json.dumps(body))}",
+            f"gRPC streaming:  {grpc_url}  (model: ensemble)",
+            f"metrics:         http://{metrics_url}/metrics",
+            "Ctrl-C stops the server.",
+            "",
+        ]
+    )
+
+
+def _start(server: TritonServer) -> None:
+    with Waiting("loading the model") as waiting:
+        server.start()
+        server.wait_ready(READY_TIMEOUT_S, on_wait=waiting)
+
+
+def _stop(server: TritonServer) -> None:
+    """Stop in order; a second Ctrl-C stops at once."""
+    try:
+        server.stop()
+    except KeyboardInterrupt:
+        server.stop(timeout_s=0.0)
+
+
+def _show_log(server: TritonServer) -> None:
+    """Copy the server's log to stderr from here on, until the server ends."""
+    with server.log_path.open(errors="replace") as log:
+        log.seek(0, 2)
+        while True:
+            running = server.is_running()
+            sys.stderr.write(log.read())
+            sys.stderr.flush()
+            if not running:
+                return
+            time.sleep(_LOG_POLL_S)
+
+
+@contextlib.contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """Let SIGTERM end the command as Ctrl-C does, so that the server is stopped in order."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
