@@ -78,7 +78,7 @@ class ServingConfig:
     )
     plan_interval_s: float = _field(0.05, "time between two plans", low=0.001, high=10)
     min_quantum_s: float = _field(
-        0.5, "time a stream runs at least between two pauses", low=0, high=60
+        1.0, "time a stream runs at least between two pauses", low=0, high=60
     )
     max_queue_size: int = _field(256, "requests that may wait for their start", low=1, high=1 << 20)
     max_queue_delay_s: float = _field(

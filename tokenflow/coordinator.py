@@ -80,17 +80,13 @@ class Coordinator:
     def submit(self, handle: int, request: GenerateRequest, now: float) -> None:
         """Take a request in, or answer at once that the server holds too many."""
         self.counters.num_received += 1
-        if self._num_unstarted() >= self._config.max_queue_size:
-            self.plan(now)
-            if self._num_unstarted() >= self._config.max_queue_size:
-                self._answers.refused(
-                    handle,
-                    request,
-                    f"overloaded: {self._config.max_queue_size} requests are waiting"
-                    " (max_queue_size); try again later",
-                    now,
-                )
-                return
+        limit = self._config.max_queue_size
+        if self._num_unstarted() >= limit and self._needs_plan:
+            self.plan(now)  # those who came just before may have a place
+        if self._num_unstarted() >= limit:
+            message = f"overloaded: {limit} requests are waiting (max_queue_size); try again later"
+            self._answers.refused(handle, request, message, now)
+            return
         self.table.add(handle, request, now)
         self._needs_plan = True
         self._tracer.record(

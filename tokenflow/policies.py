@@ -38,7 +38,9 @@ class TokenflowPolicy:
     slack_floor_s: δ > 0, slack below it ranks alike.
     wait_weight, wait_form: λ and the form of w. unstarted_bonus: μ.
     priority_shift: what a request priority of 1 gains over 0, in units of P.
-    load_limit: ρ, share of the capacity Γ up to which newcomers may displace.
+    load_limit: ρ, share of the capacity Γ up to which Σ R of readers may rise by newcomers.
+    bridge_limit: share of Γ up to which the tokens due by any instant may rise where unread text
+        bridges a Σ R beyond load_limit.
     typical_turn_s: time that a rotating stream runs between two pauses, from which the cost of
         recomputing is foreseen; longer admits more and, beyond what is real, ends in thrashing.
     min_quantum_s: time in the engine before a stream is paused for a newcomer or for balance.
@@ -60,8 +62,9 @@ class TokenflowPolicy:
     unstarted_bonus: float = 2.0
     priority_shift: float = 4.0
     load_limit: float = 0.9
+    bridge_limit: float = 0.75
     typical_turn_s: float = 1.5
-    min_quantum_s: float = 0.5
+    min_quantum_s: float = 1.0
     max_bypass_s: float = 2.0
     max_passes: int = 16
     max_machine_pause_s: float = 10.0

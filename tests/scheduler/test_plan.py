@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.scheduler.build import MAX_UTIL, NOW, paused, running, snapshot, waiting
@@ -125,9 +127,24 @@ def test_others_pass_a_newcomer_that_does_not_fit_until_it_has_waited_long() -> 
 
 
 def test_an_unschedulable_newcomer_makes_nobody_yield() -> None:
-    rows = [running(9.0, read_rate=12.0), running(9.0, read_rate=12.0), waiting(read_rate=20.0)]
+    """All together read faster than the engine writes, for longer than the unread text lasts."""
+    fast = {"read_rate": 12.0, "max_tokens": 1000}
+    rows = [running(9.0, **fast), running(9.0, **fast), waiting(read_rate=20.0, max_tokens=1000)]
     assert not decide(rows, max_batch_size=2)
     assert decide(rows, max_batch_size=3).admit == (12,)  # a free slot costs nobody anything
+
+
+def test_unread_text_bridges_a_short_answer_beyond_the_capacity() -> None:
+    """The same readers, far ahead, and a newcomer that is done before they have read it."""
+    fast = {"read_rate": 12.0, "max_tokens": 1000}
+    far, near = running(60.0, **fast), running(6.0, **fast)
+
+    def newcomer(max_tokens: int) -> dict[str, Any]:
+        return waiting(read_rate=20.0, max_tokens=max_tokens)
+
+    assert decide([far, far, newcomer(400)], max_batch_size=2).admit == (12,)
+    assert not decide([near, near, newcomer(400)], max_batch_size=2)
+    assert decide([near, near, newcomer(40)], max_batch_size=2).admit == (12,)
 
 
 def test_capacity_is_taken_at_mid_life() -> None:
