@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tokenflow.executor.api import Result
+from tokenflow.executor.api import IterationStats, Result
 from tokenflow.session import Session
 from tokenflow.trace import Tracer
 from tokenflow.types import EndReason, GenerateRequest, TokenEvent
@@ -49,6 +49,25 @@ class Answers:
     def trace(self, event: str, session: Session, now: float, **fields: object) -> None:
         """One trace line about a session."""
         self._tracer.record(event, now, request_id=session.request.request_id, **fields)
+
+    def trace_iteration(
+        self, stats: IterationStats, *, num_waiting: int, num_preempted: int
+    ) -> None:
+        """One trace line about a finished iteration of the engine."""
+        batch = stats.inflight_batching_stats
+        self._tracer.record(
+            "iteration",
+            stats.end_time,
+            iter=stats.iter,
+            latency_ms=stats.iter_latency_ms,
+            num_scheduled=batch.num_scheduled_requests,
+            num_active=stats.num_active_requests,
+            num_queued=stats.num_queued_requests,
+            num_waiting=num_waiting,
+            num_preempted=num_preempted,
+            num_ctx_tokens=batch.num_ctx_tokens,
+            free_num_blocks=stats.kv_cache_stats.free_num_blocks,
+        )
 
     def tokens(
         self,

@@ -17,7 +17,8 @@ from tokenflow.answers import Answers
 from tokenflow.config import ServingConfig
 from tokenflow.costs import CostModel
 from tokenflow.errors import EngineError, InternalError
-from tokenflow.executor.api import Executor, FinishReason, IterationStats, Response, Result
+from tokenflow.executor.api import Executor, IterationStats, Response
+from tokenflow.feedback import EngineFeedback
 from tokenflow.preemption import CacheEstimate, engine_request
 from tokenflow.session import IN_ENGINE, Session, SessionTable
 from tokenflow.trace import NullTracer, Tracer
@@ -28,11 +29,9 @@ from tokenflow.types import (
     SessionState,
     Snapshot,
     TokenEvent,
-    end_reason,
 )
 
 _S = SessionState
-_CUT_SHORT = (FinishReason.CANCELLED, FinishReason.TIMED_OUT)
 
 Planner = Callable[[Snapshot], Decision]
 
@@ -63,12 +62,14 @@ class Coordinator:
         self._needs_plan = False
         self.costs = CostModel()
         self.counters = self._answers.counters
-        self.num_free_blocks = self._num_total_blocks
         self.table = SessionTable(
             capacity_policy=self._capacity_policy,
             tokens_per_block=engine.tokens_per_block,
             default_read_rate=config.default_read_rate,
             max_seq_len=engine.max_seq_len,
+        )
+        self._feedback = EngineFeedback(
+            executor, self.table, self._answers, self.costs, self._cache, self._num_total_blocks
         )
 
     # -- requests ------------------------------------------------------------------------------
@@ -134,35 +135,22 @@ class Coordinator:
 
     def on_responses(self, responses: Sequence[Response], now: float) -> None:
         """What the engine said in one or more iterations, in order."""
-        for response in responses:
-            session = self.table.by_executor_id(response.request_id)
-            if session is None:
-                continue
-            if response.has_error():
-                self._on_error(session, response.error_msg, now)
-            else:
-                self._on_result(session, response.result, now)
+        if self._feedback.on_responses(responses, now):
+            self._needs_plan = True
 
     def on_stats(self, stats: Sequence[IterationStats]) -> None:
         """Learn costs and room from finished iterations."""
-        for entry in stats:
-            self.costs.observe_iteration(entry)
-            batch = entry.inflight_batching_stats
-            self.counters.num_internal_pauses += batch.num_paused_requests
-            self.num_free_blocks = entry.kv_cache_stats.free_num_blocks
-            self._tracer.record(
-                "iteration",
-                entry.end_time,
-                iter=entry.iter,
-                latency_ms=entry.iter_latency_ms,
-                num_scheduled=batch.num_scheduled_requests,
-                num_active=entry.num_active_requests,
-                num_queued=entry.num_queued_requests,
-                num_waiting=self.table.count(_S.WAITING),
-                num_preempted=self.table.count(_S.PREEMPTED),
-                num_ctx_tokens=batch.num_ctx_tokens,
-                free_num_blocks=entry.kv_cache_stats.free_num_blocks,
-            )
+        self._feedback.on_stats(stats)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Unreferenced device blocks, as of the last iteration."""
+        return self._feedback.num_free_blocks
+
+    @property
+    def num_total_blocks(self) -> int:
+        """Device blocks of the pool."""
+        return self._num_total_blocks
 
     def flush(self) -> None:
         """Make the trace visible up to here."""
@@ -280,88 +268,6 @@ class Coordinator:
             num_tokens=len(session.output_token_ids),
         )
 
-    def _on_error(self, session: Session, message: str, now: float) -> None:
-        if not session.answered:
-            self._answers.failed(session, message, now)
-        self.table.transition(session, _S.FINISHED, now)
-        self._needs_plan = True
-
-    def _on_result(self, session: Session, result: Result, now: float) -> None:
-        token_ids = result.output_token_ids[0] if result.output_token_ids else []
-        if token_ids:
-            self._on_tokens(session, token_ids, result, now)
-        cut_short = result.is_final and result.finish_reasons[0] in _CUT_SHORT
-        if token_ids and not session.answered and (cut_short or not result.is_final):
-            self._answers.tokens(session, token_ids, result, now)
-        if result.is_final:
-            self._on_final(session, result, now)
-
-    def _on_tokens(
-        self, session: Session, token_ids: list[int], result: Result, now: float
-    ) -> None:
-        if session.answered:
-            # A client's cancel waits for the first token after an enqueue, see `_abandon`.
-            self._cancel_in_engine(session)
-            return
-        first_ever = session.first_token_time is None
-        if session.state in (_S.PREFILLING, _S.RESUMING):
-            self._started(session, now)
-        if result.log_probs:
-            session.cum_log_prob += sum(result.log_probs[0])
-        self.table.deliver(session, token_ids, now)
-        self.counters.num_output_tokens += len(token_ids)
-        if len(session.output_token_ids) == session.request.max_tokens - 1:
-            self._needs_plan = True  # it ends in the next step: its place can be given away now
-        if first_ever:
-            self.counters.ttft_s.append(now - session.request.arrival_time)
-
-    def _started(self, session: Session, now: float) -> None:
-        """First token after an enqueue: the session runs."""
-        resumed = session.state is _S.RESUMING
-        self.table.transition(session, _S.RUNNING, now)
-        if resumed:
-            self.costs.observe_resume(now - session.enqueue_time, session.num_resume_tokens)
-        self._answers.trace("resumed" if resumed else "first_token", session, now)
-        self._needs_plan = True
-
-    def _on_final(self, session: Session, result: Result, now: float) -> None:
-        self._needs_plan = True
-        self._count_recomputed(session, result)
-        reason = result.finish_reasons[0]
-        self._release_cache(session)
-        if session.answered:
-            self.table.transition(session, _S.FINISHED, now)
-        elif reason is FinishReason.CANCELLED and session.state is _S.PAUSING:
-            self._paused(session, now)
-        elif reason in _CUT_SHORT:
-            message = f"the engine ended the request ({reason.name.lower()})"
-            self._answers.failed(session, message, now)
-            self.table.transition(session, _S.FINISHED, now)
-        else:
-            token_ids = result.output_token_ids[0] if result.output_token_ids else []
-            self._answers.tokens(session, token_ids, result, now, end_reason(reason))
-            self.table.transition(session, _S.FINISHED, now)
-
-    def _paused(self, session: Session, now: float) -> None:
-        self.costs.observe_pause(now - session.last_transition_time)
-        self.table.transition(session, _S.PREEMPTED, now)
-        self.table.set_resume_tokens(session, 1)
-        self._answers.trace("paused", session, now, slack_s=session.reader.slack_s(now))
-
-    def _count_recomputed(self, session: Session, result: Result) -> None:
-        metrics = result.request_perf_metrics
-        if metrics is None or session.num_pauses == 0:
-            return
-        num_enqueued = session.num_enqueued_tokens
-        if num_enqueued > len(session.request.input_token_ids):
-            self.counters.num_recomputed_tokens += max(
-                0, num_enqueued - 1 - metrics.num_reused_tokens
-            )
-
-    def _release_cache(self, session: Session) -> None:
-        size = self._config.tokens_per_block
-        self._cache.released(session.handle, -(-(session.num_tokens - 1) // size))
-
     def _abandon(self, session: Session, now: float) -> None:
         """Stop the engine's work on a session that was answered."""
         state = session.state
@@ -370,9 +276,5 @@ class Coordinator:
             self._needs_plan = True
         elif state in IN_ENGINE and state is not _S.CANCELLING:
             self.table.transition(session, _S.CANCELLING, now)
-            if state is _S.RUNNING:
-                self._cancel_in_engine(session)
-
-    def _cancel_in_engine(self, session: Session) -> None:
-        if session.executor_request_id is not None:
-            self._executor.cancel_request(session.executor_request_id)
+            if state is _S.RUNNING and session.executor_request_id is not None:
+                self._executor.cancel_request(session.executor_request_id)

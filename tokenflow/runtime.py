@@ -88,9 +88,9 @@ class Runtime:
         )
         self._stopping = threading.Event()
         self._failure: str | None = None
-        self._num_total_blocks = self._coordinator.num_free_blocks
         self._gauges = RuntimeGauges(
-            num_total_blocks=self._num_total_blocks, num_free_blocks=self._num_total_blocks
+            num_total_blocks=self._coordinator.num_total_blocks,
+            num_free_blocks=self._coordinator.num_free_blocks,
         )
         self._loop = threading.Thread(target=self._run, name="tokenflow-runtime", daemon=True)
         self._awaiter = threading.Thread(
@@ -236,7 +236,7 @@ class Runtime:
             num_waiting=table.count(_S.WAITING),
             num_running=table.count(_S.PREFILLING, _S.RUNNING, _S.RESUMING),
             num_paused=table.count(_S.PAUSING, _S.PREEMPTED),
-            num_total_blocks=self._num_total_blocks,
+            num_total_blocks=coordinator.num_total_blocks,
             num_free_blocks=coordinator.num_free_blocks,
             num_received=counters.num_received,
             num_ok=counters.num_ok,

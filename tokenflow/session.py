@@ -12,15 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from tokenflow.errors import InternalError
 from tokenflow.executor.api import CapacitySchedulerPolicy, num_blocks_needed
 from tokenflow.preemption import unpausable_reason
-from tokenflow.reader import Reader, slack_s
+from tokenflow.reader import Reader
+from tokenflow.session_rows import SessionRows
 from tokenflow.types import (
     GenerateRequest,
-    IntArray,
     SessionColumns,
     SessionState,
     Usage,
@@ -43,35 +41,6 @@ IN_ENGINE = frozenset({_S.PREFILLING, _S.RUNNING, _S.PAUSING, _S.RESUMING, _S.CA
 """States in which the engine holds the request."""
 
 _WAITING_STATES = frozenset({_S.WAITING, _S.PREEMPTED})
-
-# Rows of the two column blocks. One two-dimensional array per dtype: a snapshot is then one
-# fancy-indexing call per block instead of one per column.
-_FLOATS = (
-    "arrival_time",
-    "wait_since_time",
-    "running_since_time",
-    "unread",
-    "unread_time",
-    "read_rate",
-    "priority",
-)
-_INTS = (
-    "slot",
-    "state",
-    "has_reader",
-    "started",
-    "pausable",
-    "num_prompt_tokens",
-    "num_generated",
-    "max_tokens",
-    "num_blocks_held",
-    "num_blocks_needed",
-    "num_blocks_final",
-    "num_resume_tokens",
-    "num_pauses",
-)
-_F = {name: row for row, name in enumerate(_FLOATS)}
-_I = {name: row for row, name in enumerate(_INTS)}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -137,13 +106,10 @@ class SessionTable:
         self._tokens_per_block = tokens_per_block
         self._default_read_rate = default_read_rate
         self._max_seq_len = max_seq_len
-        self._floats = np.zeros((len(_FLOATS), initial_rows))
-        self._ints = np.zeros((len(_INTS), initial_rows), dtype=np.int64)
-        self._free_slots = list(range(initial_rows - 1, -1, -1))
+        self._rows = SessionRows(initial_rows)
         self._by_handle: dict[int, Session] = {}
         self._by_slot: dict[int, Session] = {}
         self._by_executor_id: dict[int, Session] = {}
-        self._live: IntArray | None = None
         self._counts = dict.fromkeys(SessionState, 0)
 
     def __len__(self) -> int:
@@ -172,9 +138,7 @@ class SessionTable:
         """A new WAITING session; handles are unique."""
         if handle in self._by_handle:
             raise InternalError(f"handle {handle} is in use")
-        if not self._free_slots:
-            self._grow()
-        slot = self._free_slots.pop()
+        slot = self._rows.take()
         reader = Reader(request.read_rate, self._default_read_rate)
         session = Session(
             handle=handle, slot=slot, request=request, reader=reader, last_transition_time=now
@@ -182,7 +146,6 @@ class SessionTable:
         self._by_handle[handle] = session
         self._by_slot[slot] = session
         self._counts[session.state] += 1
-        self._live = None
         self._fill_row(session)
         return session
 
@@ -202,15 +165,15 @@ class SessionTable:
             self._remove(session)
             return
         self._counts[state] += 1
-        slot, ints, floats = session.slot, self._ints, self._floats
-        ints[_I["state"], slot] = state
+        slot, rows = session.slot, self._rows
+        rows.set_int("state", slot, state)
         if state in _WAITING_STATES:
-            floats[_F["wait_since_time"], slot] = now
+            rows.set_float("wait_since_time", slot, now)
         if state not in IN_ENGINE:
             self._leave_engine(session)
         if state is _S.PAUSING:
             session.num_pauses += 1
-            ints[_I["num_pauses"], slot] = session.num_pauses
+            rows.set_int("num_pauses", slot, session.num_pauses)
 
     def enter_engine(self, session: Session, executor_request_id: int, now: float) -> None:
         """The session was enqueued: WAITING -> PREFILLING or PREEMPTED -> RESUMING."""
@@ -220,15 +183,15 @@ class SessionTable:
         session.enqueue_time = now
         session.num_enqueued_tokens = session.num_tokens
         self._by_executor_id[executor_request_id] = session
-        self._floats[_F["running_since_time"], session.slot] = now
-        self._ints[_I["num_blocks_held"], session.slot] = self._num_blocks_occupied(session)
+        self._rows.set_float("running_since_time", session.slot, now)
+        self._rows.set_int("num_blocks_held", session.slot, self._num_blocks_occupied(session))
 
     def deliver(self, session: Session, token_ids: list[int], now: float) -> None:
         """Tokens came from the engine and go to the client now."""
         session.output_token_ids.extend(token_ids)
         if session.first_token_time is None:
             session.first_token_time = now
-            self._ints[_I["started"], session.slot] = 1
+            self._rows.set_int("started", session.slot, 1)
         session.reader.deliver(len(token_ids), now)
         self._write_progress(session)
 
@@ -240,90 +203,53 @@ class SessionTable:
     def set_resume_tokens(self, session: Session, num_tokens: int) -> None:
         """Tokens that a resume would have to compute, by the current cache estimate."""
         session.num_resume_tokens = num_tokens
-        self._ints[_I["num_resume_tokens"], session.slot] = num_tokens
+        self._rows.set_int("num_resume_tokens", session.slot, num_tokens)
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-num_tokens // self._tokens_per_block)
 
     def num_used_blocks(self) -> int:
         """Blocks that sessions in the engine have filled, by our own count."""
-        size = self._tokens_per_block
-        return sum(
-            -(-s.num_tokens // size) for s in self._by_executor_id.values() if s.state in IN_ENGINE
-        )
+        return sum(self.num_blocks(s.num_tokens) for s in self._by_executor_id.values())
 
     def columns(self, now: float) -> SessionColumns:
         """The planner's view; arrays are copies."""
-        if self._live is None:
-            self._live = np.fromiter(
-                (s.slot for s in self._by_handle.values()),
-                dtype=np.int64,
-                count=len(self._by_handle),
-            )
-        floats = self._floats[:, self._live]
-        ints = self._ints[:, self._live]
-        rate = floats[_F["read_rate"]]
-        return SessionColumns(
-            slot=ints[_I["slot"]],
-            state=ints[_I["state"]],
-            arrival_time=floats[_F["arrival_time"]],
-            wait_since_time=floats[_F["wait_since_time"]],
-            running_since_time=floats[_F["running_since_time"]],
-            slack_s=slack_s(floats[_F["unread"]], floats[_F["unread_time"]], rate, now),
-            read_rate=rate,
-            has_reader=ints[_I["has_reader"]].astype(np.bool_),
-            started=ints[_I["started"]].astype(np.bool_),
-            pausable=ints[_I["pausable"]].astype(np.bool_),
-            priority=floats[_F["priority"]],
-            num_prompt_tokens=ints[_I["num_prompt_tokens"]],
-            num_generated=ints[_I["num_generated"]],
-            max_tokens=ints[_I["max_tokens"]],
-            num_blocks_held=ints[_I["num_blocks_held"]],
-            num_blocks_needed=ints[_I["num_blocks_needed"]],
-            num_blocks_final=ints[_I["num_blocks_final"]],
-            num_resume_tokens=ints[_I["num_resume_tokens"]],
-            num_pauses=ints[_I["num_pauses"]],
-        )
+        return self._rows.columns(now)
 
     def _fill_row(self, session: Session) -> None:
         request, slot = session.request, session.slot
         num_prompt = len(request.input_token_ids)
-        self._floats[:, slot] = 0.0
-        self._ints[:, slot] = 0
-        for name, value in (
-            ("arrival_time", request.arrival_time),
-            ("wait_since_time", request.arrival_time),
-            ("priority", request.priority),
-        ):
-            self._floats[_F[name], slot] = value
-        for key, number in (
-            ("slot", slot),
-            ("state", session.state),
-            ("has_reader", request.has_reader),
-            ("pausable", unpausable_reason(request) is None),
-            ("num_prompt_tokens", num_prompt),
-            ("max_tokens", request.max_tokens),
-            ("num_blocks_final", self._num_blocks_final(session)),
-            ("num_resume_tokens", num_prompt),
-        ):
-            self._ints[_I[key], slot] = number
-        self._write_reader(session)
+        rows = self._rows
+        rows.set_float("arrival_time", slot, request.arrival_time)
+        rows.set_float("wait_since_time", slot, request.arrival_time)
+        rows.set_float("priority", slot, request.priority)
+        rows.set_int("state", slot, session.state)
+        rows.set_int("has_reader", slot, request.has_reader)
+        rows.set_int("pausable", slot, unpausable_reason(request) is None)
+        rows.set_int("num_prompt_tokens", slot, num_prompt)
+        rows.set_int("max_tokens", slot, request.max_tokens)
+        rows.set_int("num_blocks_final", slot, self._num_blocks_final(session))
+        rows.set_int("num_resume_tokens", slot, num_prompt)
         self._write_progress(session)
 
     def _write_reader(self, session: Session) -> None:
         unread, unread_time, rate = session.reader.state
         if session.reader.started and not session.request.has_reader:
             unread = float("inf")
-        slot, floats = session.slot, self._floats
-        floats[_F["unread"], slot] = unread
-        floats[_F["unread_time"], slot] = unread_time
-        floats[_F["read_rate"], slot] = rate
+        slot, rows = session.slot, self._rows
+        rows.set_float("unread", slot, unread)
+        rows.set_float("unread_time", slot, unread_time)
+        rows.set_float("read_rate", slot, rate)
 
     def _write_progress(self, session: Session) -> None:
-        slot, ints = session.slot, self._ints
+        slot, rows = session.slot, self._rows
         self._write_reader(session)
-        ints[_I["num_generated"], slot] = len(session.output_token_ids)
+        rows.set_int("num_generated", slot, len(session.output_token_ids))
         occupied = self._num_blocks_occupied(session)
-        ints[_I["num_blocks_needed"], slot] = occupied
+        rows.set_int("num_blocks_needed", slot, occupied)
         if session.state in IN_ENGINE:
-            ints[_I["num_blocks_held"], slot] = occupied
+            rows.set_int("num_blocks_held", slot, occupied)
 
     def _num_blocks_occupied(self, session: Session) -> int:
         """What the engine's capacity policy counts for this session at its present length."""
@@ -335,23 +261,16 @@ class SessionTable:
     def _num_blocks_final(self, session: Session) -> int:
         num_prompt = len(session.request.input_token_ids)
         num_tokens = min(num_prompt + session.request.max_tokens, self._max_seq_len)
-        return max(1, -(-(num_tokens - 1) // self._tokens_per_block))
+        return max(1, self.num_blocks(num_tokens - 1))
 
     def _leave_engine(self, session: Session) -> None:
         if session.executor_request_id is not None:
             self._by_executor_id.pop(session.executor_request_id, None)
             session.executor_request_id = None
-        self._ints[_I["num_blocks_held"], session.slot] = 0
+        self._rows.set_int("num_blocks_held", session.slot, 0)
 
     def _remove(self, session: Session) -> None:
         self._leave_engine(session)
         del self._by_handle[session.handle]
         del self._by_slot[session.slot]
-        self._free_slots.append(session.slot)
-        self._live = None
-
-    def _grow(self) -> None:
-        old = self._floats.shape[1]
-        self._floats = np.concatenate([self._floats, np.zeros_like(self._floats)], axis=1)
-        self._ints = np.concatenate([self._ints, np.zeros_like(self._ints)], axis=1)
-        self._free_slots.extend(range(2 * old - 1, old - 1, -1))
+        self._rows.give_back(session.slot)

@@ -1,0 +1,156 @@
+"""What the engine says, turned into progress of sessions.
+
+Owns the way from responses and iteration statistics to states, tokens, counters and learned costs.
+Runs in the coordinator's thread. Invariant: whatever the engine sends after a session had its end
+is discarded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenflow.answers import Answers
+from tokenflow.costs import CostModel
+from tokenflow.executor.api import Executor, FinishReason, IterationStats, Response, Result
+from tokenflow.preemption import CacheEstimate
+from tokenflow.session import Session, SessionTable
+from tokenflow.types import SessionState, end_reason
+
+_S = SessionState
+_CUT_SHORT = (FinishReason.CANCELLED, FinishReason.TIMED_OUT)
+
+
+class EngineFeedback:
+    """Applies responses and statistics.
+
+    num_free_blocks: unreferenced device blocks, as of the last iteration.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        table: SessionTable,
+        answers: Answers,
+        costs: CostModel,
+        cache: CacheEstimate,
+        num_total_blocks: int,
+    ) -> None:
+        self._executor = executor
+        self._table = table
+        self._answers = answers
+        self._costs = costs
+        self._cache = cache
+        self._changed = False
+        self.num_free_blocks = num_total_blocks
+
+    def on_responses(self, responses: Sequence[Response], now: float) -> bool:
+        """Take what the engine said, in order; True if there is a new situation to plan for."""
+        self._changed = False
+        for response in responses:
+            session = self._table.by_executor_id(response.request_id)
+            if session is None:
+                continue
+            if response.has_error():
+                self._on_error(session, response.error_msg, now)
+            else:
+                self._on_result(session, response.result, now)
+        return self._changed
+
+    def on_stats(self, stats: Sequence[IterationStats]) -> None:
+        """Learn costs and room from finished iterations, and trace them."""
+        for entry in stats:
+            self._costs.observe_iteration(entry)
+            batch = entry.inflight_batching_stats
+            self._answers.counters.num_internal_pauses += batch.num_paused_requests
+            self.num_free_blocks = entry.kv_cache_stats.free_num_blocks
+            self._answers.trace_iteration(
+                entry,
+                num_waiting=self._table.count(_S.WAITING),
+                num_preempted=self._table.count(_S.PREEMPTED),
+            )
+
+    def _on_error(self, session: Session, message: str, now: float) -> None:
+        if not session.answered:
+            self._answers.failed(session, message, now)
+        self._table.transition(session, _S.FINISHED, now)
+        self._changed = True
+
+    def _on_result(self, session: Session, result: Result, now: float) -> None:
+        token_ids = result.output_token_ids[0] if result.output_token_ids else []
+        if token_ids:
+            self._on_tokens(session, token_ids, result, now)
+        cut_short = result.is_final and result.finish_reasons[0] in _CUT_SHORT
+        if token_ids and not session.answered and (cut_short or not result.is_final):
+            self._answers.tokens(session, token_ids, result, now)
+        if result.is_final:
+            self._on_final(session, result, now)
+
+    def _on_tokens(
+        self, session: Session, token_ids: list[int], result: Result, now: float
+    ) -> None:
+        if session.answered:
+            # A client's cancel waits for the first token after an enqueue, see Coordinator.
+            self._cancel(session)
+            return
+        first_ever = session.first_token_time is None
+        if session.state in (_S.PREFILLING, _S.RESUMING):
+            self._started(session, now)
+        if result.log_probs:
+            session.cum_log_prob += sum(result.log_probs[0])
+        self._table.deliver(session, token_ids, now)
+        self._answers.counters.num_output_tokens += len(token_ids)
+        if len(session.output_token_ids) == session.request.max_tokens - 1:
+            self._changed = True  # it ends in the next step: its place can be given away now
+        if first_ever:
+            self._answers.counters.ttft_s.append(now - session.request.arrival_time)
+
+    def _started(self, session: Session, now: float) -> None:
+        """First token after an enqueue: the session runs."""
+        resumed = session.state is _S.RESUMING
+        self._table.transition(session, _S.RUNNING, now)
+        if resumed:
+            self._costs.observe_resume(now - session.enqueue_time, session.num_resume_tokens)
+        self._answers.trace("resumed" if resumed else "first_token", session, now)
+        self._changed = True
+
+    def _on_final(self, session: Session, result: Result, now: float) -> None:
+        self._changed = True
+        self._count_recomputed(session, result)
+        reason = result.finish_reasons[0]
+        self._release_cache(session)
+        if session.answered:
+            self._table.transition(session, _S.FINISHED, now)
+        elif reason is FinishReason.CANCELLED and session.state is _S.PAUSING:
+            self._paused(session, now)
+        elif reason in _CUT_SHORT:
+            message = f"the engine ended the request ({reason.name.lower()})"
+            self._answers.failed(session, message, now)
+            self._table.transition(session, _S.FINISHED, now)
+        else:
+            token_ids = result.output_token_ids[0] if result.output_token_ids else []
+            self._answers.tokens(session, token_ids, result, now, end_reason(reason))
+            self._table.transition(session, _S.FINISHED, now)
+
+    def _paused(self, session: Session, now: float) -> None:
+        self._costs.observe_pause(now - session.last_transition_time)
+        self._table.transition(session, _S.PREEMPTED, now)
+        self._table.set_resume_tokens(session, 1)
+        self._answers.trace("paused", session, now, slack_s=session.reader.slack_s(now))
+
+    def _count_recomputed(self, session: Session, result: Result) -> None:
+        metrics = result.request_perf_metrics
+        if metrics is None or session.num_pauses == 0:
+            return
+        num_enqueued = session.num_enqueued_tokens
+        if num_enqueued > len(session.request.input_token_ids):
+            self._answers.counters.num_recomputed_tokens += max(
+                0, num_enqueued - 1 - metrics.num_reused_tokens
+            )
+
+    def _release_cache(self, session: Session) -> None:
+        # The KV of the last token does not exist.
+        self._cache.released(session.handle, self._table.num_blocks(session.num_tokens - 1))
+
+    def _cancel(self, session: Session) -> None:
+        if session.executor_request_id is not None:
+            self._executor.cancel_request(session.executor_request_id)
