@@ -26,8 +26,8 @@ from tokenflow.policies import FcfsReservePolicy, Policy, TokenflowPolicy, rank
 from tokenflow.scheduler_balance import exchange
 from tokenflow.scheduler_forecast import Load, PrefillBudget, can_bring_back
 from tokenflow.scheduler_rules import Victims, admissible, due_rows, half_kept, victims
-from tokenflow.scheduler_view import Draft, View, view_of
-from tokenflow.types import Decision, IntArray, SessionState, Snapshot
+from tokenflow.scheduler_view import PREEMPTED, WAITING, Draft, View, view_of
+from tokenflow.types import Decision, IntArray, Snapshot
 
 
 def plan(snapshot: Snapshot, policy: Policy) -> Decision:
@@ -44,17 +44,15 @@ def _plan_fcfs(snapshot: Snapshot) -> Decision:
     """
     s = snapshot.sessions
     fits = np.maximum(s.num_blocks_needed, s.num_blocks_final) <= snapshot.kv.num_total_blocks
-    resume = s.slot[(s.state == SessionState.PREEMPTED) & fits].tolist()
-    admit = s.slot[(s.state == SessionState.WAITING) & fits].tolist()
+    resume = s.slot[(s.state == PREEMPTED) & fits].tolist()
+    admit = s.slot[(s.state == WAITING) & fits].tolist()
     why = dict.fromkeys((*resume, *admit), "arrival")
     return Decision(resume=tuple(resume), admit=tuple(admit), why=why)
 
 
 def _plan_by_slack(snapshot: Snapshot, policy: TokenflowPolicy) -> Decision:
     state = snapshot.sessions.state
-    nobody_waits = not (
-        (state == SessionState.WAITING).any() or (state == SessionState.PREEMPTED).any()
-    )
+    nobody_waits = not ((state == WAITING).any() or (state == PREEMPTED).any())
     reserved = snapshot.kv.capacity_policy is CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
     if nobody_waits and reserved:
         return Decision()

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from tokenflow.executor.api import CapacitySchedulerPolicy
-from tokenflow.scheduler_view import View
-from tokenflow.types import FloatArray, IntArray, SessionState
+from tokenflow.scheduler_view import CANCELLING, PREEMPTED, PREFILLING, RESUMING, View
+from tokenflow.types import FloatArray, IntArray
 
 _NUM_DEADLINE_BATCHES = 4
 """Deadlines looked at by `can_bring_back`, in batches: what lies beyond is a question of rates,
@@ -34,8 +34,8 @@ class Load:
     def __init__(self, view: View) -> None:
         self._view = view
         s = view.snapshot.sessions
-        served = s.started & (s.state != SessionState.CANCELLING)
-        served |= (s.state == SessionState.PREFILLING) | (s.state == SessionState.RESUMING)
+        served = s.started & (s.state != CANCELLING)
+        served |= (s.state == PREFILLING) | (s.state == RESUMING)
         self._context = s.num_prompt_tokens + 0.5 * s.max_tokens
         context, rate = self._context[served], s.read_rate[served]
         self._served = np.flatnonzero(served)
@@ -115,11 +115,13 @@ class _Due:
         self._rate = s.read_rate
         self._span_s = (s.max_tokens - s.num_generated) / s.read_rate
         slack = np.where(s.started[rows] & s.has_reader[rows], s.slack_s[rows], 0.0)
-        start = np.maximum(slack - margin_s, 0.0)
-        end = start + self._span_s[rows]
-        self._corners = np.unique(np.concatenate([start, end]))
-        self._tokens = _area(self._rate[rows], end, self._corners)
-        self._tokens -= _area(self._rate[rows], start, self._corners)
+        start, rate = np.maximum(slack - margin_s, 0.0), self._rate[rows]
+        corners = np.concatenate([start, start + self._span_s[rows]])
+        order = np.argsort(corners)
+        slopes = np.cumsum(np.concatenate([rate, -rate])[order])
+        self._corners = corners[order]
+        self._tokens = np.zeros(len(corners))
+        np.cumsum(slopes[:-1] * np.diff(self._corners), out=self._tokens[1:])
 
     def add(self, row: int) -> None:
         """Count `row`, which starts now."""
@@ -143,17 +145,6 @@ class _Due:
             return 0.0
         corners = np.concatenate([[0.0], self._corners])
         return float(np.interp(instant, corners, np.concatenate([[0.0], self._tokens])))
-
-
-def _area(rate: FloatArray, until: FloatArray, instants: FloatArray) -> FloatArray:
-    """Σ_i rate_i · min(t, until_i) for each t of `instants` (sorted)."""
-    order = np.argsort(until, kind="stable")
-    until, rate = until[order], rate[order]
-    full = np.concatenate([[0.0], np.cumsum(rate * until)])
-    left = float(rate.sum()) - np.concatenate([[0.0], np.cumsum(rate)])
-    place = np.searchsorted(until, instants, side="right")
-    result: FloatArray = full[place] + left[place] * instants
-    return result
 
 
 class PrefillBudget:
@@ -234,7 +225,7 @@ def can_bring_back(
 def _deadlines(view: View, rows: IntArray) -> tuple[FloatArray, IntArray]:
     """Seconds until each of `rows` must be enqueued, nearest first, and their block needs."""
     s, policy = view.snapshot.sessions, view.policy
-    paused = s.state[rows] == SessionState.PREEMPTED
+    paused = s.state[rows] == PREEMPTED
     tokens = np.where(paused, s.num_resume_tokens[rows], view.tokens_after_pause(rows))
     waited_s = np.where(paused, view.snapshot.now - s.wait_since_time[rows], 0.0)
     patience_s = np.where(

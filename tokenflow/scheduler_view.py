@@ -23,7 +23,14 @@ from tokenflow.executor.api import CapacitySchedulerPolicy
 from tokenflow.policies import TokenflowPolicy
 from tokenflow.types import Decision, FloatArray, IntArray, SessionState, Snapshot
 
-_PREEMPTED = int(SessionState.PREEMPTED)  # looking up an enum member costs more than comparing
+# Looking up an enum member costs more than comparing a column with a plain number.
+WAITING = int(SessionState.WAITING)
+PREFILLING = int(SessionState.PREFILLING)
+RUNNING = int(SessionState.RUNNING)
+PAUSING = int(SessionState.PAUSING)
+PREEMPTED = int(SessionState.PREEMPTED)
+RESUMING = int(SessionState.RESUMING)
+CANCELLING = int(SessionState.CANCELLING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +78,7 @@ class View:
         s = self.snapshot.sessions
         size = self.snapshot.kv.tokens_per_block
         cached = -(-self.num_tokens // size)
-        in_pool = s.started | (s.state == SessionState.PREFILLING)
+        in_pool = s.started | (s.state == PREFILLING)
         if int(cached[in_pool].sum()) <= self.snapshot.kv.num_total_blocks:
             return np.ones(len(rows), dtype=np.int64)
         return self.num_tokens[rows]
@@ -81,11 +88,11 @@ def view_of(snapshot: Snapshot, policy: TokenflowPolicy) -> View:
     """Derive the planner's view; every array is new or untouched."""
     s, kv, costs = snapshot.sessions, snapshot.kv, snapshot.costs
     state = s.state
-    in_step = state == SessionState.RUNNING
+    in_step = state == RUNNING
     ending = in_step & (s.num_generated >= s.max_tokens - 1)
     running = np.flatnonzero(in_step & ~ending)
-    starting = np.flatnonzero((state == SessionState.PREFILLING) | (state == SessionState.RESUMING))
-    pausing = state == SessionState.PAUSING
+    starting = np.flatnonzero((state == PREFILLING) | (state == RESUMING))
+    pausing = state == PAUSING
     staying = np.concatenate([running, starting])
     num_tokens = s.num_prompt_tokens + s.num_generated
     step_s = costs.step_s(max(1, len(staying)), float(num_tokens[staying].sum()))
@@ -100,7 +107,7 @@ def view_of(snapshot: Snapshot, policy: TokenflowPolicy) -> View:
         far = _growth(snapshot, num_tokens, near_s + policy.min_quantum_s, step_s)
         need, frees = s.num_blocks_needed + far, s.num_blocks_held + far
         unclaimed = np.maximum(s.num_blocks_needed - s.num_blocks_held, 0)[starting].sum()
-        leaving = pausing | (state == SessionState.CANCELLING) | ending
+        leaving = pausing | (state == CANCELLING) | ending
         free_blocks = kv.num_free_blocks + int(s.num_blocks_held[leaving].sum())
         free_blocks -= int(unclaimed) + int(near[staying].sum())
         reserve = int((far - near)[staying].sum())
@@ -110,8 +117,8 @@ def view_of(snapshot: Snapshot, policy: TokenflowPolicy) -> View:
         running=running,
         starting=starting,
         pausing=np.flatnonzero(pausing),
-        waiting=np.flatnonzero((state == SessionState.WAITING) & fits),
-        paused=np.flatnonzero((state == SessionState.PREEMPTED) & fits),
+        waiting=np.flatnonzero((state == WAITING) & fits),
+        paused=np.flatnonzero((state == PREEMPTED) & fits),
         num_tokens=num_tokens,
         need=need,
         frees=frees,
@@ -208,7 +215,7 @@ class Draft:
         for victim in victims:
             self.take_out(victim, f"for {why}")
         assert self.fits(row), "placed without room"
-        started = self._view.snapshot.sessions.state[row] == _PREEMPTED
+        started = self._view.snapshot.sessions.state[row] == PREEMPTED
         (self.resume if started else self.admit).append(row)
         self._why[row] = why
         self.slots -= 1
