@@ -6,6 +6,8 @@ an event with `end` set is emitted once per session; `Session.answered` says tha
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -13,6 +15,8 @@ from tokenflow.executor.api import IterationStats, Result
 from tokenflow.session import Session
 from tokenflow.trace import Tracer
 from tokenflow.types import EndReason, GenerateRequest, TokenEvent
+
+_MAX_TTFT_SAMPLES = 4096
 
 
 @dataclass(slots=True)
@@ -30,11 +34,15 @@ class Counters:
     num_resumes: int = 0
     num_recomputed_tokens: int = 0
     num_output_tokens: int = 0
-    ttft_s: list[float] = field(default_factory=list)
+    ttft_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_TTFT_SAMPLES))
 
     def drain_ttft_s(self) -> list[float]:
-        """Times to first token since the last call, for a histogram."""
-        values, self.ttft_s = self.ttft_s, []
+        """Times to first token since the last call, for a histogram; any one thread may call it.
+        The oldest are lost beyond some thousands."""
+        values: list[float] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                values.append(self.ttft_s.popleft())
         return values
 
 
@@ -114,10 +122,18 @@ class Answers:
         num_tokens = len(session.output_token_ids)
         self.trace("finish", session, now, reason=EndReason.STOP.value, num_tokens=num_tokens)
 
-    def refused(self, handle: int, request: GenerateRequest, message: str, now: float) -> None:
-        """A request that never became a session; retryable."""
+    def refused(
+        self,
+        handle: int,
+        request: GenerateRequest,
+        message: str,
+        now: float,
+        *,
+        retryable: bool = False,
+    ) -> None:
+        """A request that never became a session; retryable when the server was too full."""
         self.counters.num_failed += 1
-        self.counters.num_overloaded += 1
+        self.counters.num_overloaded += retryable
         self._tracer.record("error", now, request_id=request.request_id, reason=message)
         self._emit(
             TokenEvent(
@@ -126,7 +142,7 @@ class Answers:
                 time=now,
                 end=EndReason.ERROR,
                 error=message,
-                retryable=True,
+                retryable=retryable,
             )
         )
 

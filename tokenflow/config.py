@@ -63,7 +63,9 @@ class ServingConfig:
     batch_scheduler_policy: str = _field(
         "guaranteed_no_evict", "block reservation of the engine", choices=tuple(_BATCH_POLICIES)
     )
-    enable_kv_cache_reuse: bool = _field(True, "keep KV blocks for reuse (a pause relies on it)")
+    enable_kv_cache_reuse: bool = _field(
+        True, "keep KV blocks for reuse (scheduling_policy tokenflow needs it)"
+    )
     enable_chunked_context: bool = _field(True, "prefill long prompts in chunks")
     # scheduling
     scheduling_policy: str = _field(
@@ -102,6 +104,11 @@ class ServingConfig:
             low, high = meta["low"], meta["high"]
             if low is not None and not low <= value <= high:
                 raise ConfigError(f.name, f"must be in [{low}, {high}], got {value!r}")
+        if self.scheduling_policy == "tokenflow" and not self.enable_kv_cache_reuse:
+            raise ConfigError(
+                "enable_kv_cache_reuse",
+                "must be true with scheduling_policy tokenflow: a pause keeps its KV there",
+            )
         if self.max_tokens_in_paged_kv_cache < self.tokens_per_block:
             raise ConfigError(
                 "max_tokens_in_paged_kv_cache",

@@ -3,9 +3,9 @@
 Owns the session table, the cost model and the cache estimate; calls the executor; emits
 `TokenEvent`s. All methods take `now` and run in one thread (the runtime's, a test's or a
 simulator's). Invariants: a request gets each of its tokens once, in order, then exactly one event
-with `end` set, whatever is paused, resumed, cancelled or lost; nothing is cancelled in the engine
-between its enqueue and its first token (an engine that chunks its context may store blocks it has
-not computed).
+with `end` set, whatever is paused, resumed, cancelled or lost; while requests are served nothing is
+cancelled in the engine between its enqueue and its first token (an engine that chunks its context
+may store blocks it has not computed). Only `fail_all` does, after which nothing is served.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tokenflow.errors import EngineError, InternalError
 from tokenflow.executor.api import Executor, IterationStats, Response
 from tokenflow.feedback import EngineFeedback
 from tokenflow.preemption import CacheEstimate, engine_request
-from tokenflow.session import IN_ENGINE, Session, SessionTable
+from tokenflow.session import Session, SessionTable
 from tokenflow.trace import NullTracer, Tracer
 from tokenflow.types import (
     Decision,
@@ -86,6 +86,14 @@ class Coordinator:
             self.plan(now)  # those who came just before may have a place
         if self._num_unstarted() >= limit:
             message = f"overloaded: {limit} requests are waiting (max_queue_size); try again later"
+            self._answers.refused(handle, request, message, now, retryable=True)
+            return
+        num_blocks = self.table.num_blocks_at_full_length(request)
+        if num_blocks > self._num_total_blocks:
+            message = (
+                f"max_tokens: prompt of {len(request.input_token_ids)} and {request.max_tokens}"
+                f" tokens need {num_blocks} KV blocks, the pool has {self._num_total_blocks}"
+            )
             self._answers.refused(handle, request, message, now)
             return
         self.table.add(handle, request, now)
@@ -148,6 +156,11 @@ class Coordinator:
         return self._feedback.num_free_blocks
 
     @property
+    def num_queued_in_engine(self) -> int:
+        """Started requests that the engine holds in its own queue, as of its last iteration."""
+        return min(self._feedback.num_queued, self.table.count(_S.PREFILLING))
+
+    @property
     def num_total_blocks(self) -> int:
         """Device blocks of the pool."""
         return self._num_total_blocks
@@ -197,24 +210,24 @@ class Coordinator:
     # -- internals -----------------------------------------------------------------------------
 
     def _num_unstarted(self) -> int:
-        """Requests that wait for a place: ours, and those in the engine beyond its batch."""
+        """Requests that wait for a place: ours, and those in the engine beyond its batch or, as
+        of its last iteration, in its queue."""
         beyond = self.table.count(_S.PREFILLING, _S.RUNNING, _S.RESUMING)
         beyond -= self._config.max_batch_size
-        return self.table.count(_S.WAITING) + max(0, beyond)
+        return self.table.count(_S.WAITING) + max(beyond, self.num_queued_in_engine)
 
     def _expire(self, now: float) -> None:
-        if not self.table.count(_S.WAITING):
-            return
         limit = self._config.max_queue_delay_s
-        for session in self.table:
-            if session.state is _S.WAITING and now - session.request.arrival_time > limit:
-                self.counters.num_overloaded += 1
-                message = f"overloaded: not started within {limit} s (max_queue_delay_s)"
-                self._answers.failed(session, message, now, retryable=True)
-                self.table.transition(session, _S.FINISHED, now)
+        while (session := self.table.oldest_waiting()) is not None:
+            if now - session.request.arrival_time <= limit:
+                return
+            self.counters.num_overloaded += 1
+            message = f"overloaded: not started within {limit} s (max_queue_delay_s)"
+            self._answers.failed(session, message, now, retryable=True)
+            self.table.transition(session, _S.FINISHED, now)
 
     def _refresh_cache_estimate(self) -> None:
-        for handle in self._cache.shrink(self.table.num_used_blocks()):
+        for handle in self._cache.shrink(self.table.num_filled_blocks):
             session = self.table.get(handle)
             if session is not None and session.state is _S.PREEMPTED:
                 cached = self._cache.num_blocks(handle) * self._config.tokens_per_block
@@ -234,23 +247,34 @@ class Coordinator:
         starting = [self.table.at_slot(slot) for slot in (*decision.resume, *decision.admit)]
         if not starting:
             return
-        requests = [engine_request(s.request, s.output_token_ids, s.handle) for s in starting]
+        if self._start(starting, decision, now) is None:
+            return
+        for session in starting:  # one of them may be the cause; it must not end the others
+            error = self._start([session], decision, now)
+            if error is not None:
+                retryable = not self._executor.can_enqueue_requests()
+                message = f"the engine refused the request: {error}"
+                self._answers.failed(session, message, now, retryable=retryable)
+                self.table.transition(session, _S.FINISHED, now)
+
+    def _start(
+        self, sessions: Sequence[Session], decision: Decision, now: float
+    ) -> Exception | None:
+        """Enqueue all of `sessions`, or none and return why."""
+        requests = [engine_request(s.request, s.output_token_ids, s.handle) for s in sessions]
         try:
             ids = self._executor.enqueue_requests(requests)
         except (RuntimeError, EngineError) as error:
-            for session in starting:
-                self._answers.failed(session, f"the engine refused: {error}", now)
-                self.table.transition(session, _S.FINISHED, now)
-            return
-        for session, executor_request_id in zip(starting, ids, strict=True):
+            return error
+        for session, executor_request_id in zip(sessions, ids, strict=True):
             resumed = session.state is _S.PREEMPTED
             self._cache.forget(session.handle)
             self.table.enter_engine(session, executor_request_id, now)
             if resumed:
                 self.counters.num_resumes += 1
-            self._answers.trace(
-                "resume" if resumed else "admit", session, now, why=decision.why.get(session.slot)
-            )
+            why = decision.why.get(session.slot)
+            self._answers.trace("resume" if resumed else "admit", session, now, why=why)
+        return None
 
     def _pause(self, session: Session, decision: Decision, now: float) -> None:
         if session.state is not _S.RUNNING or session.executor_request_id is None:
@@ -274,7 +298,8 @@ class Coordinator:
         if state in (_S.WAITING, _S.PREEMPTED):
             self.table.transition(session, _S.FINISHED, now)
             self._needs_plan = True
-        elif state in IN_ENGINE and state is not _S.CANCELLING:
+        elif state in (_S.RUNNING, _S.PAUSING):
             self.table.transition(session, _S.CANCELLING, now)
             if state is _S.RUNNING and session.executor_request_id is not None:
                 self._executor.cancel_request(session.executor_request_id)
+        # PREFILLING and RESUMING stay what they are, and hold their room, until their first token.

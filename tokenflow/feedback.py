@@ -23,7 +23,8 @@ _CUT_SHORT = (FinishReason.CANCELLED, FinishReason.TIMED_OUT)
 class EngineFeedback:
     """Applies responses and statistics.
 
-    num_free_blocks: unreferenced device blocks, as of the last iteration.
+    num_free_blocks, num_queued: unreferenced device blocks, and requests in the engine's own queue,
+        as of the last iteration.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class EngineFeedback:
         self._costs = costs
         self._cache = cache
         self._changed = False
+        self.num_queued = 0
         self.num_free_blocks = num_total_blocks
 
     def on_responses(self, responses: Sequence[Response], now: float) -> bool:
@@ -62,6 +64,7 @@ class EngineFeedback:
             self._costs.observe_iteration(entry)
             batch = entry.inflight_batching_stats
             self._answers.counters.num_internal_pauses += batch.num_paused_requests
+            self.num_queued = entry.num_queued_requests
             self.num_free_blocks = entry.kv_cache_stats.free_num_blocks
             self._answers.trace_iteration(
                 entry,
@@ -71,7 +74,8 @@ class EngineFeedback:
 
     def _on_error(self, session: Session, message: str, now: float) -> None:
         if not session.answered:
-            self._answers.failed(session, message, now)
+            retryable = not self._executor.can_enqueue_requests()
+            self._answers.failed(session, message, now, retryable=retryable)
         self._table.transition(session, _S.FINISHED, now)
         self._changed = True
 
@@ -89,8 +93,11 @@ class EngineFeedback:
         self, session: Session, token_ids: list[int], result: Result, now: float
     ) -> None:
         if session.answered:
-            # A client's cancel waits for the first token after an enqueue, see Coordinator.
-            self._cancel(session)
+            # A cancel that came before this first token after an enqueue, see Coordinator.
+            if session.state in (_S.PREFILLING, _S.RESUMING):
+                self._table.transition(session, _S.CANCELLING, now)
+                self._changed = True
+                self._cancel(session)
             return
         first_ever = session.first_token_time is None
         if session.state in (_S.PREFILLING, _S.RESUMING):

@@ -29,6 +29,15 @@ class WaitForm(enum.Enum):
     """w = 1 / (wait + slack floor): the TokenFlow guide's form, falls with the wait."""
 
 
+class ExcessOrder(enum.Enum):
+    """Who gets what is left when every reader has plenty."""
+
+    LONGEST_REMAINING = "longest_remaining"
+    """No long stream is left to run alone in the end: keeps the batch full, hence throughput."""
+    MOST_GENERATED = "most_generated"
+    """Finish a few instead of lifting all: more tokens are written just before they are read."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenflowPolicy:
     """Slack-priority scheduling with pause and resume.
@@ -51,6 +60,7 @@ class TokenflowPolicy:
     low_share, high_share, worthless_share: unread tokens as a share of the request's output. At
         a reschedule a stream at or above high yields to one under low; a token produced at high is
         worth 1 and at worthless 0, linearly (effective throughput, section 7.1.3).
+    excess_order: which of the streams that are well ahead comes back first into free room.
     min_exchange_gain: tokens' worth gained, per token of round trip, that an exchange must bring.
     """
 
@@ -73,11 +83,12 @@ class TokenflowPolicy:
     high_share: float = 0.10
     worthless_share: float = 0.20
     min_exchange_gain: float = 3.0
+    excess_order: ExcessOrder = ExcessOrder.LONGEST_REMAINING
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
-            if not isinstance(value, WaitForm) and not (0 <= value < float("inf")):
+            if not isinstance(value, enum.Enum) and not (0 <= value < float("inf")):
                 raise ConfigError(f.name, f"must be finite and >= 0, got {value!r}")
         if self.conservativeness < 1:
             raise ConfigError("conservativeness", f"must be >= 1, got {self.conservativeness!r}")

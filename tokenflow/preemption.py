@@ -43,12 +43,13 @@ def unpausable_reason(request: GenerateRequest) -> str | None:
 def derive_seed(seed: int | None, num_generated: int) -> int | None:
     """uint64 seed of the part of a request that starts after `num_generated` tokens.
 
-    The first part keeps the client's seed. Mixing is splitmix64's finaliser, so that parts of one
-    request and requests with neighbouring seeds get unrelated streams.
+    The first part keeps the client's seed; unset stays unset, which the engine takes as 0. Mixing
+    is splitmix64's finaliser, so that parts of one request and requests with neighbouring seeds
+    get unrelated streams.
     """
-    if num_generated == 0 or seed is None:
+    if num_generated == 0:
         return seed
-    z = (seed + num_generated * 0x9E3779B97F4A7C15) & _MASK
+    z = ((seed or 0) + num_generated * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)

@@ -33,11 +33,15 @@ _AWAIT_TIMEOUT = timedelta(milliseconds=250)
 _IDLE_WAIT_S = 0.5
 
 _S = SessionState
+_RUNNING_STATES = (_S.PREFILLING, _S.RUNNING, _S.RESUMING, _S.CANCELLING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeGauges:
-    """Numbers for metrics, as of the last turn of the loop. Counters are totals since start."""
+    """Numbers for metrics, as of the last turn of the loop. Counters are totals since start.
+
+    num_waiting counts those in the engine's own queue too; num_running those being cancelled.
+    """
 
     num_waiting: int = 0
     num_running: int = 0
@@ -232,9 +236,10 @@ class Runtime:
     def _read_gauges(self) -> RuntimeGauges:
         coordinator = self._coordinator
         table, counters = coordinator.table, coordinator.counters
+        queued = coordinator.num_queued_in_engine
         return RuntimeGauges(
-            num_waiting=table.count(_S.WAITING),
-            num_running=table.count(_S.PREFILLING, _S.RUNNING, _S.RESUMING),
+            num_waiting=table.count(_S.WAITING) + queued,
+            num_running=table.count(*_RUNNING_STATES) - queued,
             num_paused=table.count(_S.PAUSING, _S.PREEMPTED),
             num_total_blocks=coordinator.num_total_blocks,
             num_free_blocks=coordinator.num_free_blocks,

@@ -22,7 +22,7 @@ from __future__ import annotations
 import numpy as np
 
 from tokenflow.executor.api import CapacitySchedulerPolicy
-from tokenflow.policies import FcfsReservePolicy, Policy, TokenflowPolicy, rank
+from tokenflow.policies import ExcessOrder, FcfsReservePolicy, Policy, TokenflowPolicy, rank
 from tokenflow.scheduler_balance import exchange
 from tokenflow.scheduler_forecast import Load, PrefillBudget, can_bring_back
 from tokenflow.scheduler_rules import Victims, admissible, due_rows, half_kept, victims
@@ -97,7 +97,8 @@ def _relieve_pool(view: View, draft: Draft) -> None:
 def _place_due(view: View, draft: Draft, able: Victims) -> bool:
     """Bring back streams that would run dry; False if one had to be left out.
 
-    One that starves and was passed over for long keeps the room that comes free for itself.
+    One that starves, or has no reader and was paused for as long as is allowed, keeps the room that
+    comes free for itself once it was passed over for long.
     """
     rows = due_rows(view)
     if not rows:
@@ -113,8 +114,12 @@ def _place_due(view: View, draft: Draft, able: Victims) -> bool:
             pool = _left(draft, pool) if chosen else pool
             continue
         all_placed = False
-        starving = not s.slack_s[row] > 0
-        if starving and now - float(s.wait_since_time[row]) > policy.max_bypass_s:
+        waited_s = now - float(s.wait_since_time[row])
+        if s.has_reader[row]:
+            passed_over = not s.slack_s[row] > 0 and waited_s > policy.max_bypass_s
+        else:
+            passed_over = waited_s > policy.max_machine_pause_s + policy.max_bypass_s
+        if passed_over:
             break
     return all_placed
 
@@ -231,15 +236,18 @@ def _place_paused(view: View, draft: Draft) -> bool:
 
 def _paused_in_order(view: View) -> list[int]:
     """Readers that are not well ahead by P; after them those that are, and streams without a
-    reader, longest remaining first, so that no long stream is left to run alone in the end."""
+    reader, in the policy's order of excess."""
     s = view.snapshot.sessions
     rows = view.paused
     unread = s.slack_s[rows] * s.read_rate[rows]
     ahead = unread >= view.policy.high_share * s.max_tokens[rows]
     well_ahead = rows[ahead]
-    remaining = s.max_tokens[well_ahead] - s.num_generated[well_ahead]
-    longest_first = well_ahead[np.argsort(-remaining, kind="stable")]
-    return [*_by_priority(view, rows[~ahead]), *longest_first.tolist()]
+    if view.policy.excess_order is ExcessOrder.LONGEST_REMAINING:
+        key = s.num_generated[well_ahead] - s.max_tokens[well_ahead]
+    else:
+        key = -s.num_generated[well_ahead]
+    in_order = well_ahead[np.argsort(key, kind="stable")]
+    return [*_by_priority(view, rows[~ahead]), *in_order.tolist()]
 
 
 def _place_rest(view: View, draft: Draft) -> None:

@@ -37,7 +37,9 @@ class Load:
         served = s.started & (s.state != CANCELLING)
         served |= (s.state == PREFILLING) | (s.state == RESUMING)
         self._context = s.num_prompt_tokens + 0.5 * s.max_tokens
-        context, rate = self._context[served], s.read_rate[served]
+        # Nobody can be given more than a token a step; a reader that is faster waits for each.
+        self._rate = np.minimum(s.read_rate, 1.0 / view.step_s)
+        context, rate = self._context[served], self._rate[served]
         self._served = np.flatnonzero(served)
         self._added: list[int] = []
         self._due: _Due | None = None
@@ -62,7 +64,7 @@ class Load:
         if self._with(row)[1] <= policy.load_limit * capacity:
             return True
         if self._due is None:
-            self._due = _Due(self._view, self._served)
+            self._due = _Due(self._view, self._served, self._rate)
             for added in self._added:
                 self._due.add(added)
         return self._due.fits(row, policy.bridge_limit * capacity)
@@ -90,7 +92,7 @@ class Load:
     def _with(self, row: int) -> tuple[float, float, float, float, float]:
         s = self._view.snapshot.sessions
         num, sum_rate, sum_context, rate_context, sum_final = self._sums
-        context, rate = float(self._context[row]), float(s.read_rate[row])
+        context, rate = float(self._context[row]), float(self._rate[row])
         return (
             num + 1.0,
             sum_rate + rate,
@@ -107,15 +109,16 @@ class _Due:
     second, and none after u + n/R: the sum is piecewise linear, so comparing it with a line at its
     corners compares it everywhere. Slack is usable beyond what a pause and its margin take. A
     stream that has not started, or has no reader, needs its rate from now on.
+    rate: tokens/s of every row [n]. rows: those that are served.
     """
 
-    def __init__(self, view: View, rows: IntArray) -> None:
+    def __init__(self, view: View, rows: IntArray, rate: FloatArray) -> None:
         s, policy = view.snapshot.sessions, view.policy
         margin_s = policy.slack_margin_s + policy.conservativeness * view.round_trip_s
-        self._rate = s.read_rate
-        self._span_s = (s.max_tokens - s.num_generated) / s.read_rate
+        self._rate = rate
+        self._span_s = (s.max_tokens - s.num_generated) / rate
         slack = np.where(s.started[rows] & s.has_reader[rows], s.slack_s[rows], 0.0)
-        start, rate = np.maximum(slack - margin_s, 0.0), self._rate[rows]
+        start, rate = np.maximum(slack - margin_s, 0.0), rate[rows]
         corners = np.concatenate([start, start + self._span_s[rows]])
         order = np.argsort(corners)
         slopes = np.cumsum(np.concatenate([rate, -rate])[order])

@@ -106,10 +106,9 @@ def view_of(snapshot: Snapshot, policy: TokenflowPolicy) -> View:
         near = _growth(snapshot, num_tokens, near_s, step_s)
         far = _growth(snapshot, num_tokens, near_s + policy.min_quantum_s, step_s)
         need, frees = s.num_blocks_needed + far, s.num_blocks_held + far
-        unclaimed = np.maximum(s.num_blocks_needed - s.num_blocks_held, 0)[starting].sum()
         leaving = pausing | (state == CANCELLING) | ending
         free_blocks = kv.num_free_blocks + int(s.num_blocks_held[leaving].sum())
-        free_blocks -= int(unclaimed) + int(near[staying].sum())
+        free_blocks -= int(near[staying].sum())
         reserve = int((far - near)[staying].sum())
     return View(
         snapshot=snapshot,

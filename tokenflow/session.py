@@ -51,6 +51,7 @@ class Session:
     executor_request_id: the engine's id while the engine holds it (a new one at each resume).
     num_enqueued_tokens: length of the prompt at the last enqueue (client's prompt + streamed).
     num_resume_tokens: tokens that a resume would compute, by the last cache estimate.
+    num_filled_blocks: KV blocks that it has filled in the engine, 0 outside.
     answered: the client already got its end; what the engine still says is discarded.
     """
 
@@ -67,6 +68,7 @@ class Session:
     enqueue_time: float = 0.0
     num_enqueued_tokens: int = 0
     num_resume_tokens: int = 1
+    num_filled_blocks: int = 0
     num_pauses: int = 0
     paused_s: float = 0.0
     answered: bool = False
@@ -110,6 +112,8 @@ class SessionTable:
         self._by_handle: dict[int, Session] = {}
         self._by_slot: dict[int, Session] = {}
         self._by_executor_id: dict[int, Session] = {}
+        self._waiting: dict[int, Session] = {}
+        self._num_filled_blocks = 0
         self._counts = dict.fromkeys(SessionState, 0)
 
     def __len__(self) -> int:
@@ -146,6 +150,7 @@ class SessionTable:
         self._by_handle[handle] = session
         self._by_slot[slot] = session
         self._counts[session.state] += 1
+        self._waiting[handle] = session
         self._fill_row(session)
         return session
 
@@ -161,6 +166,8 @@ class SessionTable:
         session.state = state
         session.last_transition_time = now
         self._counts[old] -= 1
+        if old is _S.WAITING:
+            del self._waiting[session.handle]
         if state is _S.FINISHED:
             self._remove(session)
             return
@@ -169,6 +176,8 @@ class SessionTable:
         rows.set_int("state", slot, state)
         if state in _WAITING_STATES:
             rows.set_float("wait_since_time", slot, now)
+        elif state is _S.RUNNING:
+            rows.set_float("running_since_time", slot, now)
         if state not in IN_ENGINE:
             self._leave_engine(session)
         if state is _S.PAUSING:
@@ -183,8 +192,8 @@ class SessionTable:
         session.enqueue_time = now
         session.num_enqueued_tokens = session.num_tokens
         self._by_executor_id[executor_request_id] = session
-        self._rows.set_float("running_since_time", session.slot, now)
         self._rows.set_int("num_blocks_held", session.slot, self._num_blocks_occupied(session))
+        self._count_filled(session, self.num_blocks(session.num_tokens))
 
     def deliver(self, session: Session, token_ids: list[int], now: float) -> None:
         """Tokens came from the engine and go to the client now."""
@@ -209,9 +218,19 @@ class SessionTable:
         """Blocks that hold so many tokens."""
         return -(-num_tokens // self._tokens_per_block)
 
-    def num_used_blocks(self) -> int:
+    def num_blocks_at_full_length(self, request: GenerateRequest) -> int:
+        """Blocks of prompt and max_tokens, within max_seq_len; the last token needs none."""
+        num_tokens = len(request.input_token_ids) + request.max_tokens
+        return max(1, self.num_blocks(min(num_tokens, self._max_seq_len) - 1))
+
+    @property
+    def num_filled_blocks(self) -> int:
         """Blocks that sessions in the engine have filled, by our own count."""
-        return sum(self.num_blocks(s.num_tokens) for s in self._by_executor_id.values())
+        return self._num_filled_blocks
+
+    def oldest_waiting(self) -> Session | None:
+        """The WAITING session that came first."""
+        return next(iter(self._waiting.values()), None)
 
     def columns(self, now: float) -> SessionColumns:
         """The planner's view; arrays are copies."""
@@ -229,7 +248,7 @@ class SessionTable:
         rows.set_int("pausable", slot, unpausable_reason(request) is None)
         rows.set_int("num_prompt_tokens", slot, num_prompt)
         rows.set_int("max_tokens", slot, request.max_tokens)
-        rows.set_int("num_blocks_final", slot, self._num_blocks_final(session))
+        rows.set_int("num_blocks_final", slot, self.num_blocks_at_full_length(request))
         rows.set_int("num_resume_tokens", slot, num_prompt)
         self._write_progress(session)
 
@@ -250,6 +269,11 @@ class SessionTable:
         rows.set_int("num_blocks_needed", slot, occupied)
         if session.state in IN_ENGINE:
             rows.set_int("num_blocks_held", slot, occupied)
+            self._count_filled(session, self.num_blocks(session.num_tokens))
+
+    def _count_filled(self, session: Session, num_blocks: int) -> None:
+        self._num_filled_blocks += num_blocks - session.num_filled_blocks
+        session.num_filled_blocks = num_blocks
 
     def _num_blocks_occupied(self, session: Session) -> int:
         """What the engine's capacity policy counts for this session at its present length."""
@@ -258,16 +282,12 @@ class SessionTable:
         num_left = max(1, min(num_left, self._max_seq_len - num_tokens))
         return num_blocks_needed(self._policy, self._tokens_per_block, num_tokens, num_left)
 
-    def _num_blocks_final(self, session: Session) -> int:
-        num_prompt = len(session.request.input_token_ids)
-        num_tokens = min(num_prompt + session.request.max_tokens, self._max_seq_len)
-        return max(1, self.num_blocks(num_tokens - 1))
-
     def _leave_engine(self, session: Session) -> None:
         if session.executor_request_id is not None:
             self._by_executor_id.pop(session.executor_request_id, None)
             session.executor_request_id = None
         self._rows.set_int("num_blocks_held", session.slot, 0)
+        self._count_filled(session, 0)
 
     def _remove(self, session: Session) -> None:
         self._leave_engine(session)

@@ -145,11 +145,12 @@ class SessionColumns:
     slot: identity that a Decision refers to.
     state: SessionState values.
     wait_since_time: since when it waits (arrival, or the pause); undefined while running.
-    running_since_time: since when it has been in the engine; undefined while it is not.
+    running_since_time: first token since its (re)start; undefined while it is not RUNNING.
     slack_s: seconds until its reader runs dry; NaN before the first token, +inf without a reader.
     read_rate: tokens/s; the reference rate for sessions without a reader.
-    num_blocks_held: device blocks that it alone references and a pause would free (0 outside the
-        engine).
+    num_blocks_held: blocks of the engine's budget that a pause would free (0 outside the engine):
+        the reservation, in GUARANTEED_NO_EVICT, else what it has filled. Blocks shared with others
+        count in full, as they do in the engine's own reservations.
     num_blocks_needed: blocks that the engine must have obtainable to start or resume it (the
         reservation, in GUARANTEED_NO_EVICT); for a session in the engine, what it occupies of the
         budget now.
@@ -184,8 +185,8 @@ class SessionColumns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvView:
-    """The engine's room. num_free_blocks: blocks obtainable now (unreferenced, cached included),
-    not counting what PAUSING sessions are about to give back."""
+    """The engine's room. num_free_blocks: the pool less what sessions in the engine hold
+    (`num_blocks_held`), those that are PAUSING included; cached blocks count as free."""
 
     capacity_policy: CapacitySchedulerPolicy
     tokens_per_block: int

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from tests.support.stepped import SteppedExecutor
+from tests.support.tracer import ListTracer
 from tokenflow.config import ServingConfig
 from tokenflow.coordinator import Coordinator, Planner
 from tokenflow.executor.api import OutputConfig
 from tokenflow.inflight.scripted_runner import ScriptedRunner
 from tokenflow.inflight.scripts import Script, expected, pseudo_random
-from tokenflow.trace import ListTracer
 from tokenflow.types import (
     Decision,
     EndReason,
@@ -84,11 +84,12 @@ class Harness:
         config: ServingConfig = CONFIG,
         planner: Planner | None = None,
         script: Script | None = None,
+        executor_type: type[SteppedExecutor] = SteppedExecutor,
     ) -> None:
         self.config = config
         self.script = script or pseudo_random(VOCAB_SIZE)
         self.runner = ScriptedRunner(self.script, VOCAB_SIZE)
-        self.executor = SteppedExecutor(self.runner, config.executor_config())
+        self.executor = executor_type(self.runner, config.executor_config())
         self.planner = planner or ChosenPlanner(config.max_batch_size)
         self.tracer = ListTracer()
         self.events: list[TokenEvent] = []

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from tests.core.harness import CONFIG, ChosenPlanner, Harness
-from tokenflow.executor.api import SamplingConfig
+from tests.support.stepped import SteppedExecutor
+from tokenflow.errors import EngineError
+from tokenflow.executor.api import Request, SamplingConfig
 from tokenflow.policies import FcfsReservePolicy, TokenflowPolicy
 from tokenflow.scheduler import plan
 from tokenflow.types import Decision, EndReason, SessionState, Snapshot
@@ -251,3 +254,88 @@ def test_tokenflow_starts_a_newcomer_at_the_cost_of_a_stream_that_is_ahead() -> 
         h.expect_whole(handle, (n + 1,), 50)
     h.expect_whole(newcomer, (40,), 8)
     h.expect_nothing_left()
+
+
+def test_a_cancelled_prefill_keeps_its_room_until_the_engine_lets_go() -> None:
+    policy = TokenflowPolicy()
+    h = Harness(
+        replace(CONFIG, max_batch_size=1, max_num_tokens=16, max_seq_len=256,
+                max_tokens_in_paged_kv_cache=512),
+        planner=lambda s: plan(s, policy),
+    )  # fmt: skip
+    gone = h.submit(tuple(n % 90 + 1 for n in range(200)), 10)
+    h.step()
+    h.coordinator.cancel(gone, h.now)
+    assert h.end_of(gone) is EndReason.CANCELLED
+    newcomer = h.submit((5,), 4)
+    while h.state(gone) is S.PREFILLING:
+        assert h.state(newcomer) is S.WAITING  # not parked in the engine's queue
+        assert h.executor.batcher.num_queued == 0
+        h.step()
+    h.run_to_empty()
+    h.expect_whole(newcomer, (5,), 4)
+    h.expect_nothing_left()
+
+
+class PickyExecutor(SteppedExecutor):
+    """Refuses any call that carries a prompt with token 66, before taking anything of it."""
+
+    def enqueue_requests(self, requests: Sequence[Request]) -> list[int]:
+        if any(66 in request.input_token_ids for request in requests):
+            raise EngineError("a message may not hold token 66")
+        return super().enqueue_requests(requests)
+
+
+def test_a_request_that_the_engine_refuses_does_not_end_those_started_with_it() -> None:
+    h = Harness(executor_type=PickyExecutor)
+    first = h.submit(PROMPT, 20)
+    for _ in range(5):
+        h.step()
+    h.pause(first)
+    h.step()
+    assert h.state(first) is S.PREEMPTED
+    bad, good = h.submit((66,), 5), h.submit((7,), 5)
+    h.run_to_empty()
+    assert h.end_of(bad) is EndReason.ERROR
+    assert "token 66" in (h.events_of(bad)[-1].error or "")
+    h.expect_whole(first, PROMPT, 20)
+    h.expect_whole(good, (7,), 5)
+
+
+def test_larger_than_the_pool_is_refused_at_once() -> None:
+    h = Harness(replace(CONFIG, max_seq_len=4096))
+    handle = h.submit(PROMPT, 4000)
+    event = h.events_of(handle)[0]
+    assert event.end is EndReason.ERROR
+    assert not event.retryable
+    assert "max_tokens" in (event.error or "")
+    assert len(h.coordinator.table) == 0
+
+
+def test_what_waits_in_the_engines_queue_counts_as_waiting() -> None:
+    h = Harness(
+        replace(CONFIG, max_batch_size=8, max_tokens_in_paged_kv_cache=64, max_seq_len=64),
+        planner=lambda s: plan(s, FcfsReservePolicy()),
+    )
+    handles = [h.submit((n + 1,), 56) for n in range(4)]  # 14 of 16 blocks each: one at a time
+    h.step()
+    assert h.coordinator.num_queued_in_engine == 0  # they are active, without room
+    assert h.executor.batcher.num_active == 4
+    many = [h.submit((n + 10,), 8) for n in range(6)]
+    h.step()
+    h.step()
+    assert h.coordinator.num_queued_in_engine == 2
+    h.run_to_empty()
+    for n, handle in enumerate(handles):
+        h.expect_whole(handle, (n + 1,), 56)
+    assert all(h.end_of(n) is EndReason.LENGTH for n in many)
+
+
+def test_the_quantum_starts_with_the_first_token() -> None:
+    h = Harness(replace(CONFIG, max_num_tokens=16))
+    handle = h.submit(tuple(range(1, 40)), 10)
+    h.step()
+    h.step()
+    while h.state(handle) is S.PREFILLING:
+        h.step()
+    assert h.coordinator.table.columns(h.now).running_since_time[0] == h.now

@@ -65,8 +65,9 @@ def test_seeds_of_parts_differ_and_stay_in_range(seed: int, first: int, second: 
         assert a != b
 
 
-def test_no_seed_stays_no_seed() -> None:
-    assert derive_seed(None, 7) is None
+def test_parts_of_a_request_without_seed_do_not_repeat_its_random_numbers() -> None:
+    assert derive_seed(None, 0) is None
+    assert derive_seed(None, 7) == derive_seed(0, 7) not in (None, 0)
 
 
 @pytest.mark.parametrize(

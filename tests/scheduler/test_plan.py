@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.scheduler.build import MAX_UTIL, NOW, paused, running, snapshot, waiting
-from tokenflow.policies import FcfsReservePolicy, TokenflowPolicy
+from tokenflow.policies import ExcessOrder, FcfsReservePolicy, TokenflowPolicy
 from tokenflow.scheduler import plan
 from tokenflow.types import Decision, SessionState
 
@@ -259,3 +259,32 @@ def test_fcfs_hands_over_everything_and_never_pauses() -> None:
     assert decision == Decision(
         resume=(10,), admit=(12, 13, 14), why=dict.fromkeys((10, 12, 13, 14), "arrival")
     )
+
+
+def test_a_reader_that_no_engine_could_serve_does_not_keep_newcomers_out() -> None:
+    far = running(60.0)
+    impossible = running(0.0, read_rate=1000.0)
+    assert decide([far, far, impossible, waiting()], max_batch_size=3).admit == (13,)
+
+
+def test_a_stream_without_reader_keeps_free_room_after_its_longest_pause() -> None:
+    def rows(since: float):
+        machine = paused(
+            float("inf"), has_reader=False, wait_since_time=NOW - since, num_blocks_needed=40
+        )
+        small = paused(0.1, num_blocks_needed=10)
+        return [running(0.1, num_blocks_needed=20), machine, small]
+
+    limits = {"max_batch_size": 4, "num_total_blocks": 50}
+    assert decide(rows(10.5), **limits).resume == (12,)  # passed over once more
+    assert not decide(rows(60.0), **limits)  # the next room is its own
+
+
+def test_the_order_of_excess_is_the_policys() -> None:
+    old = paused(30.0, num_generated=150)
+    young = paused(30.0, num_generated=110)
+    rows = [running(0.1, num_generated=10), old, young]
+    by_rest = TokenflowPolicy(excess_order=ExcessOrder.LONGEST_REMAINING)
+    by_age = TokenflowPolicy(excess_order=ExcessOrder.MOST_GENERATED)
+    assert decide(rows, by_rest, max_batch_size=2).resume == (12,)
+    assert decide(rows, by_age, max_batch_size=2).resume == (11,)

@@ -2,7 +2,10 @@
 
 Owns the names. Everything above the engine speaks only this surface; names, argument order and
 meaning follow `tensorrt_llm.bindings.executor` of TensorRT-LLM 1.2.x, so that the adapter for it
-stays thin. Values are msgspec structs: immutable, cheap to send to an engine in another process.
+stays thin. Values are msgspec structs: immutable, keyword-only, cheap to send to an engine in
+another process. Where a default of the binding would only be a trap for a server that streams, ours
+differs and must be passed on explicitly: `Request.streaming`, `enable_chunked_context` and
+`exclude_input_from_output` are True here and False there.
 
 There is deliberately no pause call. A pause is `cancel_request` (the KV of everything already
 streamed stays in the engine's reuse cache) and a resume is `enqueue_request` with prompt + streamed
@@ -318,8 +321,7 @@ def num_blocks_needed(
     """Device blocks that must be free for a request to be started.
 
     GUARANTEED_NO_EVICT reserves prompt + max_tokens (the KV of the last generated token is never
-    written, hence - 1); MAX_UTILIZATION takes the prompt and its first generated token and grows
-    as it goes.
+    written, hence - 1); MAX_UTILIZATION takes the prompt and grows as it goes.
     """
     if policy is CapacitySchedulerPolicy.GUARANTEED_NO_EVICT:
         num_tokens = num_input_tokens + max_tokens - 1
