@@ -67,6 +67,7 @@ class Coordinator:
             tokens_per_block=engine.tokens_per_block,
             default_read_rate=config.default_read_rate,
             max_seq_len=engine.max_seq_len,
+            max_input_len=engine.max_input_len,
         )
         self._feedback = EngineFeedback(
             executor, self.table, self._answers, self.costs, self._cache, self._num_total_blocks
@@ -115,7 +116,7 @@ class Coordinator:
         self._abandon(session, now)
 
     def finish(self, handle: int, now: float) -> None:
-        """The client's answer is complete (a stop string was seen); stop work, emit nothing."""
+        """The answer is complete by its text (stop string, end token); stop work, emit nothing."""
         session = self.table.get(handle)
         if session is None or session.answered:
             return

@@ -3,7 +3,6 @@
     TokenFlowError
     ├── InvalidRequestError      a client's field is missing, malformed or out of range
     ├── ConfigError              a configuration key is unknown or its value is refused
-    ├── OverloadedError          retryable: a bound on queue length or waiting time was hit
     ├── EngineError              the engine reported a failure for this request, or died
     │   └── EngineLostError      the engine's process is gone; nothing more will come from it
     ├── CapacityError            asked for more blocks, slots or tokens than can ever exist
@@ -36,10 +35,6 @@ class ConfigError(TokenFlowError):
     def __init__(self, key: str, message: str) -> None:
         super().__init__(f"{key}: {message}")
         self.key = key
-
-
-class OverloadedError(TokenFlowError):
-    """Retryable: the server holds as many waiting requests as it is allowed to."""
 
 
 class EngineError(TokenFlowError):

@@ -26,12 +26,18 @@ from tokenflow.types import GenerateRequest
 _MASK = (1 << 64) - 1
 
 
-def unpausable_reason(request: GenerateRequest) -> str | None:
+def unpausable_reason(
+    request: GenerateRequest, *, max_seq_len: int, max_input_len: int
+) -> str | None:
     """Why a request can never be paused, or None.
 
-    These kinds keep state in the engine that a new request with a longer prompt does not rebuild:
-    beams, sibling sequences.
+    Some kinds keep state in the engine that a new request with a longer prompt does not rebuild:
+    beams, sibling sequences. And a resume's prompt, which holds the output so far, must not be
+    longer than the engine takes (`max_input_len` tokens; short where it does not chunk its context).
     """
+    full_length = min(len(request.input_token_ids) + request.max_tokens, max_seq_len)
+    if full_length - 1 > max_input_len:
+        return "longer than a prompt may be"
     sampling = request.sampling_config
     if sampling.beam_width > 1:
         return "beam search"

@@ -102,12 +102,14 @@ class SessionTable:
         tokens_per_block: int,
         default_read_rate: float,
         max_seq_len: int,
+        max_input_len: int,
         initial_rows: int = 64,
     ) -> None:
         self._policy = capacity_policy
         self._tokens_per_block = tokens_per_block
         self._default_read_rate = default_read_rate
         self._max_seq_len = max_seq_len
+        self._max_input_len = max_input_len
         self._rows = SessionRows(initial_rows)
         self._by_handle: dict[int, Session] = {}
         self._by_slot: dict[int, Session] = {}
@@ -205,7 +207,9 @@ class SessionTable:
         self._write_progress(session)
 
     def acknowledge(self, session: Session, num_consumed: int, now: float) -> None:
-        """The client has consumed `num_consumed` tokens in all."""
+        """The client has consumed `num_consumed` tokens in all; says nothing without a reader."""
+        if not session.request.has_reader:
+            return
         session.reader.acknowledge(num_consumed, now)
         self._write_reader(session)
 
@@ -245,12 +249,18 @@ class SessionTable:
         rows.set_float("priority", slot, request.priority)
         rows.set_int("state", slot, session.state)
         rows.set_int("has_reader", slot, request.has_reader)
-        rows.set_int("pausable", slot, unpausable_reason(request) is None)
+        rows.set_int("pausable", slot, self._is_pausable(request))
         rows.set_int("num_prompt_tokens", slot, num_prompt)
         rows.set_int("max_tokens", slot, request.max_tokens)
         rows.set_int("num_blocks_final", slot, self.num_blocks_at_full_length(request))
         rows.set_int("num_resume_tokens", slot, num_prompt)
         self._write_progress(session)
+
+    def _is_pausable(self, request: GenerateRequest) -> bool:
+        reason = unpausable_reason(
+            request, max_seq_len=self._max_seq_len, max_input_len=self._max_input_len
+        )
+        return reason is None
 
     def _write_reader(self, session: Session) -> None:
         unread, unread_time, rate = session.reader.state

@@ -28,21 +28,9 @@ from tokenflow.errors import TokenFlowError
 from triton_backend.installation import (
     Installation,
     Ports,
-    Problem,
-    check_machine,
     find_free_ports,
     find_installation,
 )
-
-__all__ = [
-    "LaunchError",
-    "Ports",
-    "Problem",
-    "TritonServer",
-    "check_machine",
-    "find_free_ports",
-    "find_installation",
-]
 
 # Runs in a small Python that then becomes tritonserver: the server must not outlive its launcher.
 _BECOME_SERVER = """

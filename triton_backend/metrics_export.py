@@ -15,7 +15,8 @@ from tokenflow.runtime import RuntimeGauges
 TTFT_BUCKETS_S = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 60.0)
 
 _GAUGES = (
-    ("tokenflow_active_requests", "Unfinished requests by state", "state",
+    ("tokenflow_active_requests", "Requests that the server holds, by state; those "
+     "being cancelled count as running until the engine let go", "state",
      {"waiting": "num_waiting", "running": "num_running", "paused": "num_paused"}),
     ("tokenflow_kv_blocks", "KV blocks of the engine's device pool", "state",
      {"total": "num_total_blocks", "free": "num_free_blocks", "used": "num_used_blocks"}),

@@ -21,7 +21,7 @@ _PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
 _FILES = ("config.pbtxt", "1/model.py")
 
 
-def render_repository(config: ServingConfig, target: Path, *, name: str = MODEL_NAME) -> Path:
+def render_repository(config: ServingConfig, target: Path) -> Path:
     """Write a ready model repository into `target` (made if missing) and return it.
 
     Paths in `config` are made absolute: the server does not run in the caller's folder. Raises
@@ -29,12 +29,11 @@ def render_repository(config: ServingConfig, target: Path, *, name: str = MODEL_
     """
     source = find_templates() / MODEL_NAME
     values = _parameter_values(config)
-    model = target / name
+    model = target / MODEL_NAME
     try:
         for file in _FILES:
             text = (source / file).read_text(encoding="utf-8")
             if file.endswith(".pbtxt"):
-                text = text.replace(f'name: "{MODEL_NAME}"', f'name: "{name}"', 1)
                 text = fill(text, values)
             else:
                 text = fill(text, {"package_root": str(_PACKAGE_ROOT)})

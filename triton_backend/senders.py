@@ -91,8 +91,8 @@ class Sender:
         self._thread.start()
 
     def attach(self, runtime: RuntimeControl, on_tick: Callable[[], None] | None = None) -> None:
-        """Set whom to tell about clients that left, stop strings and acknowledgements, and what to
-        call in this thread every `tick_period_s` (metrics)."""
+        """Set whom to tell about clients that left, complete answers and acknowledgements, and what
+        to call in this thread every `tick_period_s` (metrics)."""
         self._runtime = runtime
         self._on_tick = on_tick
 
@@ -193,7 +193,7 @@ class Sender:
                 return
             if chunk.final:
                 self._remove(entry)
-            if entry.stream.stopped_by_text:
+            if entry.stream.needs_finish:
                 self._control().finish(handle)
             self._send(entry, chunk)
         except Exception as error:
@@ -280,6 +280,8 @@ class Sender:
     def _remove(self, entry: _Entry) -> None:
         if self._entries.pop(entry.handle, None) is None:
             return
+        if not self._entries:
+            self._to_poll.clear()  # nobody is polled while all answers end at once
         handles = self._handles_of_id[entry.request_id]
         handles.discard(entry.handle)
         if not handles:

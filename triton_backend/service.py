@@ -14,7 +14,7 @@ from typing import Protocol
 
 from tokenflow.clock import Clock
 from tokenflow.config import ServingConfig
-from tokenflow.errors import CapacityError, InvalidRequestError, OverloadedError, TokenFlowError
+from tokenflow.errors import EngineError, InvalidRequestError
 from tokenflow.types import GenerateRequest
 from triton_backend.codec import parse_request
 from triton_backend.control import parse_control
@@ -78,12 +78,12 @@ class TextService:
         from one thread at a time: streams are opened in the order of their handles."""
         try:
             self._accept(request_id, tensors, parameters, requested_outputs, channel)
-        except (InvalidRequestError, CapacityError) as error:
+        except InvalidRequestError as error:
             self._sender.post(Refused(channel, str(error), ErrorCode.INVALID_ARG))
-        except TokenFlowError as error:
-            # An engine that is lost or shut down comes back (elsewhere): worth another try.
-            kind = "overloaded" if isinstance(error, OverloadedError) else "unavailable"
-            self._sender.post(Refused(channel, f"{kind}: {error}", ErrorCode.UNAVAILABLE))
+        except EngineError as error:
+            # The server shuts down; another try may meet another one. (That too many wait, or that
+            # the engine is lost, comes as an event.)
+            self._sender.post(Refused(channel, f"unavailable: {error}", ErrorCode.UNAVAILABLE))
         except Exception:
             logger.exception("request %r could not be read", request_id)
             self._sender.post(Refused(channel, "internal error", ErrorCode.INTERNAL))

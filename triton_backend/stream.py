@@ -1,9 +1,11 @@
 """From a request's token events to the pieces of its answer.
 
-Owns the text state of one client request: detokenizer, stop strings, counts, log-probs. Pure; used
-by the sender thread only. Invariants: every token is counted in exactly one chunk, in order; the
-texts of all chunks joined are the answer, the same for stream=true and stream=false; exactly one
-chunk is final, and nothing follows it.
+Owns the text state of one client request: detokenizer, stop strings, further end tokens, counts,
+log-probs. Pure; used by the sender thread only. Invariants: every token of the answer is counted in
+exactly one chunk, in order; an end token that ends the answer is no part of it, whether the engine
+or this layer saw it; none ends it before min_tokens, and none has text; the texts of all chunks
+joined are the answer, the same for stream=true and stream=false; exactly one chunk is final, and
+nothing follows it.
 """
 
 from __future__ import annotations
@@ -51,14 +53,16 @@ class Chunk:
 class TextStream:
     """One request's answer in the making.
 
-    stopped_by_text: the final chunk was made because of a stop string; the runtime must be told.
+    needs_finish: the final chunk came before the runtime's end of the request (a stop string, or an
+        end token that the engine does not know), so the runtime must be told.
     """
 
     def __init__(self, request: TextRequest, tokenizer: TextTokenizer) -> None:
         self.request = request
-        self.stopped_by_text = False
+        self.needs_finish = False
         self._detokenizer = tokenizer.detokenizer()
         self._stops = StopStrings(request.stop_strings)
+        self._min_tokens = request.generate.sampling_config.min_tokens or 0
         self._texts: list[str] = [request.prefix] if request.prefix else []
         self._log_probs: list[float] = []
         self._num_new_tokens = 0
@@ -72,38 +76,57 @@ class TextStream:
         the stream must not be used any more.
         """
         for event in events:
-            self._take_tokens(event)
-            if self._stops.matched is not None:
-                self.stopped_by_text = True
-                return self._chunk(EndReason.STOP)
+            at_end_token = self._take_tokens(event)
+            if at_end_token or self._stops.matched is not None:
+                self.needs_finish = event.end is None
+                return self._last_chunk(EndReason.STOP)
             if event.end is EndReason.ERROR:
                 code = ErrorCode.UNAVAILABLE if event.retryable else ErrorCode.INTERNAL
                 message = event.error or "the request failed"
                 return Chunk(error=message, error_code=code, final=True)
             if event.end is not None:
-                self._texts.append(self._stops.push(self._detokenizer.flush()))
-                self._texts.append(self._stops.flush())
-                return self._chunk(event.end)
+                return self._last_chunk(event.end)
         if self.request.generate.streaming and events:
             return self._chunk(None)
         return None
 
-    def _take_tokens(self, event: TokenEvent) -> None:
-        """Count the event's tokens and append their text, up to and including the token that
-        completes a stop string."""
-        token_ids = event.token_ids
+    def _take_tokens(self, event: TokenEvent) -> bool:
+        """Count the event's tokens and append their text, up to an end token (True), or up to and
+        including the token that completes a stop string."""
+        end = self._find_end_token(event.token_ids)
+        token_ids = event.token_ids[:end]
         if self.request.stop_strings:
             for count, token_id in enumerate(token_ids, start=1):
-                self._texts.append(self._stops.push(self._detokenizer.push((token_id,))))
+                self._texts.append(self._stops.push(self._text_of((token_id,))))
                 if self._stops.matched is not None:
                     token_ids = token_ids[:count]
                     break
         else:
-            self._texts.append(self._detokenizer.push(token_ids))
+            self._texts.append(self._text_of(token_ids))
         self._num_new_tokens += len(token_ids)
         log_probs = event.log_probs[: len(token_ids)]
         self._cum_log_prob += sum(log_probs)
         self._log_probs.extend(log_probs)
+        return end is not None
+
+    def _find_end_token(self, token_ids: Sequence[int]) -> int | None:
+        """Index of the first token that may end the answer."""
+        if self.request.further_end_ids.isdisjoint(token_ids):
+            return None
+        first = max(0, self._min_tokens - self._num_sent_tokens - self._num_new_tokens)
+        for index in range(first, len(token_ids)):
+            if token_ids[index] in self.request.further_end_ids:
+                return index
+        return None
+
+    def _text_of(self, token_ids: Sequence[int]) -> str:
+        ends = self.request.further_end_ids
+        return self._detokenizer.push([token for token in token_ids if token not in ends])
+
+    def _last_chunk(self, end: EndReason) -> Chunk:
+        self._texts.append(self._stops.push(self._detokenizer.flush()))
+        self._texts.append(self._stops.flush())
+        return self._chunk(end if self._stops.matched is None else EndReason.STOP)
 
     def _chunk(self, end: EndReason | None) -> Chunk:
         chunk = Chunk(

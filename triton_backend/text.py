@@ -61,7 +61,7 @@ class TextTokenizer:
         self.max_token_bytes = max(len(token.encode()) for token in vocab)
         self._token_bytes = make_token_bytes(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
-        self._special_tokens = tuple(t.content for t in added.values() if t.special)
+        self._special_ids = {t.content: id for id, t in added.items() if t.special}
 
     @classmethod
     def load(cls, folder: Path) -> TextTokenizer:
@@ -78,9 +78,13 @@ class TextTokenizer:
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a prompt. Special tokens (BOS) are added as the tokenizer declares, unless
         the text starts with one already, as the output of a chat template does."""
-        begins_special = self._special_tokens and text.startswith(self._special_tokens)
+        begins_special = text.startswith(tuple(self._special_ids))
         encoding = self._tokenizer.encode(text, add_special_tokens=not begins_special)
         return tuple(encoding.ids)
+
+    def special_token_id(self, text: str) -> int | None:
+        """Id of the special token that is written so; its text never appears in an output."""
+        return self._special_ids.get(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a whole output."""

@@ -30,6 +30,12 @@ def make_request(**changes: object) -> GenerateRequest:
     return GenerateRequest(**{**fields, **changes})  # type: ignore[arg-type]
 
 
+def reason_of(
+    request: GenerateRequest, *, max_seq_len: int = 1000, max_input_len: int = 999
+) -> str | None:
+    return unpausable_reason(request, max_seq_len=max_seq_len, max_input_len=max_input_len)
+
+
 def test_a_resume_keeps_every_field_and_lowers_the_limits() -> None:
     request = make_request()
     first = engine_request(request, [], 42)
@@ -82,7 +88,14 @@ def test_parts_of_a_request_without_seed_do_not_repeat_its_random_numbers() -> N
 def test_what_cannot_be_resumed_is_never_paused(
     sampling: SamplingConfig, reason: str | None
 ) -> None:
-    assert unpausable_reason(make_request(sampling_config=sampling)) == reason
+    assert reason_of(make_request(sampling_config=sampling)) == reason
+
+
+def test_a_resume_that_would_be_too_long_a_prompt_is_ruled_out() -> None:
+    request = make_request()  # 3 + 10 tokens: a resume brings 12 at most
+    assert reason_of(request, max_input_len=12) is None
+    assert reason_of(request, max_input_len=11) == "longer than a prompt may be"
+    assert reason_of(request, max_input_len=9, max_seq_len=10) is None  # it ends at 10 tokens
 
 
 def test_cache_estimate_evicts_the_oldest_release_first() -> None:

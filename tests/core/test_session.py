@@ -23,6 +23,7 @@ def make_table(
         tokens_per_block=4,
         default_read_rate=6.0,
         max_seq_len=64,
+        max_input_len=63,
         initial_rows=2,
     )
 

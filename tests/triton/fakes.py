@@ -16,8 +16,11 @@ from triton_backend.text import TextTokenizer
 EOS = 256
 
 
-def byte_level_tokenizer(extra: Sequence[str] = ()) -> TextTokenizer:
-    """Ids 0..255 are the bytes of that value; then `<eos>` (special), then `extra` texts."""
+def byte_level_tokenizer(
+    extra: Sequence[str] = (), *, special: Sequence[str] = (), num_eos: int = 1
+) -> TextTokenizer:
+    """Ids 0..255 are the bytes of that value; then `<eos>` (special), then `extra` texts, then
+    `special` ones. num_eos: how many special tokens end a generation by themselves."""
     alphabet = _byte_characters()
     vocab = {character: byte for byte, character in enumerate(alphabet)}
     vocab["<eos>"] = EOS
@@ -26,8 +29,9 @@ def byte_level_tokenizer(extra: Sequence[str] = ()) -> TextTokenizer:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<eos>"])
-    return TextTokenizer(tokenizer, (EOS,))
+    tokenizer.add_special_tokens(["<eos>", *special])
+    eos_token_ids = tuple(tokenizer.token_to_id(text) for text in ("<eos>", *special)[:num_eos])
+    return TextTokenizer(tokenizer, eos_token_ids)
 
 
 def sentencepiece_tokenizer(pieces: Sequence[str]) -> TextTokenizer:

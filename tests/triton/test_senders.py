@@ -1,62 +1,21 @@
-"""The sender thread and the service in front of it, without Triton."""
+"""The sender thread, without Triton."""
 
 from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
-import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.triton.fakes import FakeChannel, FakeRuntime, byte_level_tokenizer, event
-from tokenflow.clock import ManualClock
-from tokenflow.config import ServingConfig
-from tokenflow.errors import CapacityError, EngineError, OverloadedError
-from tokenflow.types import EndReason, GenerateRequest
-from triton_backend.codec import TextRequest
+from tests.triton.bench import Bench
+from tests.triton.fakes import FakeChannel, event
+from tokenflow.types import EndReason
 from triton_backend.control import Acknowledgement, StopRequest
-from triton_backend.responses import OUTPUT_NAMES, select_outputs
-from triton_backend.senders import Sender
-from triton_backend.service import TextService
-from triton_backend.stream import ErrorCode, TextStream
-from triton_backend.work import Controlled, Opened, Refused
-
-TOKENIZER = byte_level_tokenizer()
-
-
-class Bench:
-    """A sender that runs only when told, with a clock that moves only when told."""
-
-    def __init__(self, on_tick: object = None) -> None:
-        self.clock = ManualClock(100.0)
-        self.runtime = FakeRuntime()
-        self.sender = Sender(self.clock, poll_period_s=0.1, tick_period_s=0.1)
-        self.sender.attach(self.runtime, on_tick)  # type: ignore[arg-type]
-
-    def open(
-        self, handle: int, request_id: str = "", *, streaming: bool = True, stops: tuple = ()
-    ) -> FakeChannel:
-        channel = FakeChannel()
-        request = TextRequest(
-            generate=GenerateRequest(
-                request_id=request_id,
-                input_token_ids=(1,),
-                max_tokens=99,
-                arrival_time=0.0,
-                streaming=streaming,
-            ),
-            stop_strings=stops,
-            return_num_output_tokens=True,
-        )
-        outputs = select_outputs(OUTPUT_NAMES, request)
-        self.sender.post(Opened(handle, channel, TextStream(request, TOKENIZER), outputs))
-        return channel
-
-    def turn(self) -> bool:
-        return self.sender.turn(max_wait_s=0.0)
+from triton_backend.stream import ErrorCode
+from triton_backend.work import Controlled, Refused
 
 
 def test_tokens_then_final_on_the_last() -> None:
@@ -261,6 +220,26 @@ def test_every_request_gets_exactly_one_final(steps: list[tuple[str, int]]) -> N
         assert expected.startswith(channel.text)
 
 
+def test_answers_that_ended_leave_nothing_behind() -> None:
+    """Also when each ends before anybody was polled: memory stays flat over any number of them."""
+    bench = Bench()
+    streams = []
+    for handle in range(1, 201):
+        channel = bench.open(handle, f"id{handle}", stops=("b", "cd"))
+        streams.append(weakref.ref(channel))
+        del channel
+        bench.sender.post(event(handle, b"ab"))
+        bench.turn()
+        bench.sender.post(event(handle, b"c"))  # of a step that ran until the runtime was told
+        bench.turn()
+    assert bench.runtime.finished == list(range(1, 201))
+    assert not any(stream() for stream in streams)
+    held = (
+        vars(bench.sender)[name] for name in ("_entries", "_handles_of_id", "_early", "_to_poll")
+    )
+    assert not any(held)
+
+
 def test_thread_serves_and_stops() -> None:
     bench = Bench()
     bench.sender.start(bench.runtime)
@@ -272,65 +251,6 @@ def test_thread_serves_and_stops() -> None:
     assert channel.text == "a"
     assert bench.sender.stop(5.0)
     assert "tokenflow-sender" not in {thread.name for thread in threading.enumerate()}
-
-
-def make_service() -> tuple[TextService, Bench]:
-    bench = Bench()
-    config = ServingConfig(max_seq_len=64)
-    seeds = iter(range(10, 100))
-    service = TextService(
-        config, TOKENIZER, bench.runtime, bench.sender, bench.clock, lambda: next(seeds)
-    )
-    return service, bench
-
-
-TENSORS = {
-    "text_input": np.array([[b"hi"]], dtype=np.object_),
-    "max_tokens": np.array([[3]], dtype=np.int32),
-}
-
-
-def test_service_submits_and_answers() -> None:
-    service, bench = make_service()
-    channel = FakeChannel()
-    service.accept("q", TENSORS, {}, OUTPUT_NAMES, channel)
-    service.accept("q", TENSORS, {}, OUTPUT_NAMES, FakeChannel())
-    first, second = bench.runtime.submitted
-    assert (first.request_id, first.arrival_time) == ("q", 100.0)
-    assert first.sampling_config.seed != second.sampling_config.seed
-    bench.sender.post(event(1, b"ok", end=EndReason.STOP))
-    bench.turn()
-    assert (channel.text, channel.num_finals) == ("ok", 1)
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "message"),
-    [
-        (OverloadedError("256 wait"), ErrorCode.UNAVAILABLE, "overloaded: 256 wait"),
-        (EngineError("gone"), ErrorCode.UNAVAILABLE, "unavailable: gone"),
-        (CapacityError("too big"), ErrorCode.INVALID_ARG, "too big"),
-        (ValueError("secret path"), ErrorCode.INTERNAL, "internal error"),
-    ],
-)
-def test_service_turns_errors_into_answers(error: Exception, code: ErrorCode, message: str) -> None:
-    service, bench = make_service()
-    bench.runtime.error = error
-    channel = FakeChannel()
-    service.accept("q", TENSORS, {}, OUTPUT_NAMES, channel)
-    bench.turn()
-    assert channel.errors == [(message, code)]
-    assert channel.num_finals == 1
-
-
-def test_service_refuses_bad_input_and_answers_control() -> None:
-    service, bench = make_service()
-    bad, stop = FakeChannel(), FakeChannel()
-    service.accept("q", {}, {}, OUTPUT_NAMES, bad)
-    service.accept("q", {"stop": np.array([[True]])}, {}, OUTPUT_NAMES, stop)
-    bench.turn()
-    assert bad.errors == [("text_input: is required", ErrorCode.INVALID_ARG)]
-    assert (stop.sent, stop.num_finals) == ([{}], 1)
-    assert not bench.runtime.submitted
 
 
 def test_refused() -> None:

@@ -104,7 +104,7 @@ def test_held_text_is_released_at_every_end() -> None:
 def test_stop_string_ends_the_answer_at_its_token(batch: int) -> None:
     stream = TextStream(request(stops=("cd",), log_probs=True), TOKENIZER)
     chunks = run(stream, text_events(b"abcdefgh"), batch)
-    assert stream.stopped_by_text
+    assert stream.needs_finish
     assert "".join(chunk.text for chunk in chunks) == "ab"
     assert sum(chunk.num_output_tokens for chunk in chunks) == 4
     assert sum(len(chunk.log_probs) for chunk in chunks) == 4
@@ -123,6 +123,13 @@ def test_stop_string_on_the_last_allowed_token_is_a_stop() -> None:
     stream = TextStream(request(stops=("cd", "bcd")), TOKENIZER)
     events = [event(1, [ord("a")]), event(1, [ord("b")]), event(1, b"cd", end=EndReason.LENGTH)]
     chunks = run(stream, events)
+    assert "".join(chunk.text for chunk in chunks) == "a"
+    assert chunks[-1].finish_reason == "stop"
+
+
+def test_stop_string_that_the_end_completes_is_a_stop() -> None:
+    """The rest of a character becomes U+FFFD at the end, and that may be what was looked for."""
+    chunks = run(TextStream(request(stops=("\ufffd",)), TOKENIZER), text_events(b"a\xe4"))
     assert "".join(chunk.text for chunk in chunks) == "a"
     assert chunks[-1].finish_reason == "stop"
 

@@ -92,6 +92,13 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_block: int = 32
     max_seq_len: int = 2048
 
+    @property
+    def max_input_len(self) -> int:
+        """Longest prompt, tokens: one token must fit behind it, and without chunked context one
+        iteration must compute all of it."""
+        limit = self.max_seq_len - 1
+        return limit if self.enable_chunked_context else min(limit, self.max_num_tokens)
+
 
 class SamplingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling of one request. None = the engine's default (greedy when top_k and top_p are
