@@ -10,7 +10,7 @@ import enum
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -64,7 +64,6 @@ class Run:
     visible_stalls: Sequence[VisibleStall]
     num_pauses: int
     load: float = float("nan")
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def streams(self) -> list[Stream]:
@@ -87,15 +86,21 @@ def to_stream(client: ClientRecord) -> Stream:
     )
 
 
+def failure(client: ClientRecord) -> str | None:
+    """What went wrong with a request; None when it got exactly its tokens and no error."""
+    if client.error is not None:
+        return f"{client.request_id} failed: {client.error}"
+    if len(client.token_times) != client.max_tokens:
+        return f"{client.request_id} got {len(client.token_times)} tokens of {client.max_tokens}"
+    return None
+
+
 def require_complete(clients: Sequence[ClientRecord]) -> None:
-    """Raises BenchmarkError unless every request got exactly its tokens and no error."""
+    """Raises BenchmarkError naming the first request that failed, if any did."""
     for client in clients:
-        if client.error is not None:
-            raise BenchmarkError(f"{client.request_id} failed: {client.error}")
-        if len(client.token_times) != client.max_tokens:
-            raise BenchmarkError(
-                f"{client.request_id} got {len(client.token_times)} tokens of {client.max_tokens}"
-            )
+        reason = failure(client)
+        if reason is not None:
+            raise BenchmarkError(reason)
 
 
 def visible_stalls(

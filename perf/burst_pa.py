@@ -1,10 +1,10 @@
 """The demo's burst by NVIDIA's own tool: perf_analyzer against a real server, once per policy.
 
-`python -m perf.burst_pa [--runs N] [--json]`. perf_analyzer sends the same prompts at the same
-times over gRPC streaming: `--request-intervals` makes the gaps, and a `read_rate` tensor per
-request tells how fast its reader reads. Latencies come from its own export: what it prints for a
-decoupled model is the time to the last token. Any failed request ends the command with 1. Writes
-burst_pa.json to perf/results, with the keys of demo.json.
+What `tokenflow burst-pa` runs. perf_analyzer sends the same prompts at the same times over gRPC
+streaming: `--request-intervals` makes the gaps, and a `read_rate` tensor per request tells how fast
+its reader reads. Latencies come from its own export: what it prints for a decoupled model is the
+time to the last token. A failed request raises BenchmarkError. Writes burst_pa.json, with the keys
+of demo.json.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,14 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from perf.analysis import BenchmarkError
+from perf.analysis import BenchmarkError, failure
 from perf.client import MODEL_NAME, ClientRecord, WorkloadRecord
-from perf.comparison import add_arguments, collect, find_model, parse_settings, run_interleaved
+from perf.comparison import compare, publish
 from perf.get_perf_analyzer import get_perf_analyzer
-from perf.report import format_table
-from perf.workloads import ClientRequest, FileTokenizer, demo_workload
-from tokenflow.cli.progress import Waiting
-from tokenflow.errors import TokenFlowError
+from perf.workloads import ClientRequest
+from tokenflow.metrics import percentile
+from tokenflow.progress import Waiting
 from triton_backend.launcher import TritonServer
 
 RUN_TIMEOUT_S = 300.0
@@ -151,41 +149,15 @@ def _scalar(value: Any) -> Any:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the burst as its flags say. Raises TokenFlowError."""
-    from tokenflow.metrics import percentile
-
-    settings = parse_settings(arguments.settings)
-    model_path = find_model(arguments)
     get_perf_analyzer()
-    requests = demo_workload(FileTokenizer(model_path))
-    played = run_interleaved(
-        arguments.runs, requests, play_with_perf_analyzer, model_path, settings
-    )
-    result = collect(played, requests, settings)
-    # A failed request would have ended the command before here.
-    result["failed_requests"] = 0
+    played, result = compare(arguments, play_with_perf_analyzer)
     for name, runs in played.items():
         gaps = [gap for one in runs for gap in inter_token_s(one.record)]
         result[name]["inter_token_p50_s"] = percentile(gaps, 50)
         result[name]["inter_token_p99_s"] = percentile(gaps, 99)
-    arguments.results.mkdir(parents=True, exist_ok=True)
-    path = arguments.results / "burst_pa.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1) if arguments.json else f"\n{format_table(result)}")
-    if not arguments.json:
-        print(f"\n0 failed requests, from perf_analyzer's own export\nwritten: {path}")
+    clients = [client for runs in played.values() for one in runs for client in one.record.clients]
+    num_failed = sum(failure(client) is not None for client in clients)
+    result["failed_requests"] = num_failed
+    remark = f"{num_failed} of {len(clients)} requests failed, by perf_analyzer's own export"
+    publish("burst_pa", result, arguments, [remark])
     return 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m perf.burst_pa", description=__doc__)
-    add_arguments(parser)
-    try:
-        return run(parser.parse_args(arguments))
-    except TokenFlowError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

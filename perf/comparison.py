@@ -1,14 +1,17 @@
 """Both policies on a real server, under the same workload: shared by the demo and burst-pa.
 
-Owns a run from the start of its server to its numbers, the alternation of several runs, the common
-flags and the content of the result files. How the workload is played is passed in.
+Owns a run from the start of its server to its numbers, the alternation of several runs, and the
+content and the publishing of the result files. How the workload is played is passed in. The flags
+are those of `tokenflow demo` and `tokenflow burst-pa` (tokenflow/cli/bench.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,12 +29,14 @@ from perf.analysis import (
 )
 from perf.client import WorkloadRecord
 from perf.harness import make_config, serving, warm_up
+from perf.report import RESULTS, format_table, stale_documents
 from perf.trace_view import BatchCheck, capacity, check_batch, read_trace
 from perf.workloads import (
     DEMO_ENGINE,
     DEMO_SEED,
     ClientRequest,
     FileTokenizer,
+    demo_workload,
     total_read_rate,
 )
 from tokenflow import metrics
@@ -39,7 +44,6 @@ from triton_backend.launcher import TritonServer
 
 # Names in results -> the product's policies.
 POLICIES = {"fcfs": "fcfs-reserve", "tokenflow": "tokenflow"}
-RESULTS = Path(__file__).resolve().parent / "results"
 
 # Plays the requests against a server; gets the run's folder and a label for its progress bar.
 Player = Callable[[TritonServer, list[ClientRequest], Path, str], WorkloadRecord]
@@ -193,39 +197,52 @@ def parse_settings(pairs: Sequence[str]) -> dict[str, str]:
     return settings
 
 
-def positive(text: str) -> int:
-    """A flag's value that must be a whole number of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The common flags, for a command's own parser and for that of `tokenflow`."""
-    parser.add_argument("--runs", type=positive, default=1, metavar="N", help="runs of each policy")
-    parser.add_argument(
-        "--json", action="store_true", help="print the result as JSON, not as a table"
-    )
-    parser.add_argument("--model", type=Path, default=None, help="checkpoint folder (SmolLM2)")
-    parser.add_argument(
-        "--results", type=Path, default=RESULTS, metavar="DIR", help="where the results are written"
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        dest="settings",
-        help="server parameter, for both policies alike (repeatable)",
-    )
-
-
-def find_model(arguments: argparse.Namespace) -> Path:
+def find_model(model_path: Path | None) -> Path:
     """The checkpoint folder to use. Raises BenchmarkError when it is not there yet."""
     from build_engines.fetch import default_model_path
 
-    model_path: Path = arguments.model or default_model_path()
+    model_path = model_path or default_model_path()
     if not (model_path / "config.json").exists():
         raise BenchmarkError(f"no model at {model_path}; run: tokenflow model fetch")
     return model_path
+
+
+def compare(
+    arguments: argparse.Namespace, player: Player
+) -> tuple[dict[str, list[Played]], dict[str, Any]]:
+    """Play the demo's workload as the flags say; every run, and the content of a result file."""
+    settings = parse_settings(arguments.settings)
+    model_path = find_model(arguments.model)
+    requests = demo_workload(FileTokenizer(model_path))
+    played = run_interleaved(arguments.runs, requests, player, model_path, settings)
+    return played, collect(played, requests, settings)
+
+
+def results_folder(arguments: argparse.Namespace) -> Path:
+    """Where the results go, created if it is missing."""
+    folder: Path = arguments.results or RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def publish(
+    name: str, result: Mapping[str, Any], arguments: argparse.Namespace, remarks: Sequence[str]
+) -> None:
+    """Write `name`.json and print the table with `remarks` under it, or the JSON.
+
+    Says so on stderr when the documents now show other figures than the files they are made from.
+    """
+    folder = results_folder(arguments)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    if arguments.json:
+        print(json.dumps(result, indent=1))
+    else:
+        print("\n".join(["", format_table(result), "", *remarks, f"written: {path}"]))
+    stale = [document.name for document in stale_documents()] if folder.resolve() == RESULTS else []
+    if stale:
+        print(
+            f"\nnote: {', '.join(stale)} still show the figures before this run; `make docs` puts "
+            "this run's in,\n      `git checkout perf/results` brings the former results back",
+            file=sys.stderr,
+        )

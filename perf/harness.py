@@ -11,8 +11,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
@@ -20,8 +21,8 @@ from tqdm import tqdm
 from perf.analysis import BenchmarkError, require_complete
 from perf.client import Plan, WorkloadRecord, read_record, write_plan
 from perf.workloads import ClientRequest, Tokenizer, cut
-from tokenflow.cli.progress import Waiting
 from tokenflow.config import ServingConfig, parse_parameters
+from tokenflow.progress import Waiting
 from triton_backend.launcher import TritonServer
 from triton_backend.repository import render_repository
 
@@ -104,7 +105,8 @@ def play(
 ) -> WorkloadRecord:
     """Play `requests` from a client process and return what it saw; a bar counts tokens.
 
-    Raises BenchmarkError when the process fails or the server is gone.
+    Raises BenchmarkError when the process fails, does not come to an end in `timeout_s` and half a
+    minute, or the server is gone.
     """
     plan_path, record_path = folder / "plan.json", folder / "record.json"
     plan = Plan(
@@ -120,7 +122,8 @@ def play(
         file=sys.stderr,
     )
     with bar:
-        code = _run_client(plan_path, lambda tokens: _advance(bar, tokens), timeout_s + 30.0)
+        command = [sys.executable, "-m", "perf.client", str(plan_path)]
+        code = run_client(command, lambda tokens: _advance(bar, tokens), timeout_s + 30.0)
     if not server.is_running():
         raise BenchmarkError(f"the server ended during the run\n{server.log_tail()}")
     if code != 0:
@@ -128,25 +131,43 @@ def play(
     return read_record(record_path)
 
 
-def _run_client(plan_path: Path, on_tokens: Callable[[int], None], limit_s: float) -> int:
+def run_client(command: Sequence[str], on_tokens: Callable[[int], None], limit_s: float) -> int:
+    """Run a client process to its end and return its exit code.
+
+    on_tokens: told the number in each progress line that the process prints.
+    Raises BenchmarkError when the process is still there after `limit_s`; it is killed then, so
+    that neither a silent process nor one that talks for ever is waited for.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-m", "perf.client", str(plan_path)],
+        command,
         stdout=subprocess.PIPE,
         cwd=_ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "ERROR"},
         text=True,
     )
     assert process.stdout is not None
+    overdue = threading.Event()
+
+    def end() -> None:
+        overdue.set()
+        process.kill()
+
+    timer = threading.Timer(limit_s, end)
+    timer.start()
     try:
         for line in process.stdout:
-            with contextlib.suppress(ValueError, KeyError):
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # somebody else's line
                 on_tokens(json.loads(line)["tokens"])
-        return process.wait(limit_s)
+        code = process.wait()
     finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        timer.cancel()
+        timer.join()
+        process.kill()
+        process.wait()
         process.stdout.close()
+    if overdue.is_set():
+        raise BenchmarkError(f"the client process did not end within {limit_s:.0f} s")
+    return code
 
 
 def _advance(bar: tqdm[None], num_tokens: int) -> None:

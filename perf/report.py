@@ -8,14 +8,15 @@ with 1 when one of them is not current. Owns the order and wording of the rows.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenflow.cli.flags import parameter_table
+from tokenflow.config import ServingConfig, format_parameters
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "perf" / "results"
@@ -90,9 +91,31 @@ def _causes(causes: Mapping[str, int]) -> str:
     return ", ".join(f"{cause} {num}" for cause, num in causes.items() if num) or "none"
 
 
-def _from_results(name: str, render: Callable[[Mapping[str, Any]], str]) -> Callable[[], str]:
-    def text() -> str:
-        path = RESULTS / f"{name}.json"
+def parameter_table() -> str:
+    """Every field of ServingConfig, for a document: name, default, allowed values, meaning."""
+    defaults = format_parameters(ServingConfig())
+    lines = ["| parameter | default | allowed | meaning |", "|---|---|---|---|"]
+    for field in dataclasses.fields(ServingConfig):
+        default = f"`{defaults[field.name]}`" if defaults[field.name] else "empty"
+        lines.append(
+            f"| `{field.name}` | {default} | {_allowed(field)} | {field.metadata['help']} |"
+        )
+    return "\n".join(lines)
+
+
+def _allowed(field: dataclasses.Field[Any]) -> str:
+    choices = field.metadata["choices"] or (
+        ("true", "false") if isinstance(field.default, bool) else ()
+    )
+    if choices:
+        return ", ".join(f"`{choice}`" for choice in choices)
+    low, high = field.metadata["low"], field.metadata["high"]
+    return "text" if low is None else f"{low} to {high}"
+
+
+def _of_results(name: str, render: Callable[[Mapping[str, Any]], str]) -> Callable[[Path], str]:
+    def text(results: Path) -> str:
+        path = results / f"{name}.json"
         if not path.exists():
             return f"No results yet: run `make {name.replace('_', '-')}`, then `make docs`."
         return render(json.loads(path.read_text()))
@@ -100,27 +123,41 @@ def _from_results(name: str, render: Callable[[Mapping[str, Any]], str]) -> Call
     return text
 
 
-BLOCKS: dict[str, Callable[[], str]] = {
-    "demo": _from_results("demo", markdown_table),
-    "demo_runs": _from_results("demo", runs_table),
-    "burst_pa": _from_results("burst_pa", markdown_table),
-    "parameters": parameter_table,
+# Name of a block -> its text, from the folder of the results.
+BLOCKS: dict[str, Callable[[Path], str]] = {
+    "demo": _of_results("demo", markdown_table),
+    "demo_runs": _of_results("demo", runs_table),
+    "burst_pa": _of_results("burst_pa", markdown_table),
+    "parameters": lambda results: parameter_table(),
 }
 
 
-def regenerate(text: str) -> str:
-    """`text` with every generated block written anew. Raises KeyError for an unknown block."""
+def regenerate(
+    text: str, *, results: Path = RESULTS, names: Collection[str] = tuple(BLOCKS)
+) -> str:
+    """`text` with the generated blocks of these names written anew.
+
+    Raises KeyError for a block that nothing generates.
+    """
 
     def block(match: re.Match[str]) -> str:
-        return f"{match.group(1)}{BLOCKS[match.group(2)]()}\n{match.group(4)}"
+        make = BLOCKS[match.group(2)]
+        if match.group(2) not in names:
+            return match.group(0)
+        return f"{match.group(1)}{make(results)}\n{match.group(4)}"
 
     return _BLOCK.sub(block, text)
 
 
-def stale_documents() -> list[Path]:
-    """Documents whose generated parts are not current."""
-    paths = [ROOT / name for name in DOCUMENTS]
-    return [path for path in paths if regenerate(path.read_text()) != path.read_text()]
+def stale_documents(
+    *, results: Path = RESULTS, names: Collection[str] = tuple(BLOCKS)
+) -> list[Path]:
+    """Documents in which a generated block of these names is not current."""
+
+    def stale(text: str) -> bool:
+        return regenerate(text, results=results, names=names) != text
+
+    return [path for path in (ROOT / name for name in DOCUMENTS) if stale(path.read_text())]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenflow.executor.api import CapacitySchedulerPolicy, num_blocks_needed
+
 # A slot may stand empty for this long after an arrival: the request is on its way to the engine.
 ARRIVAL_GRACE_S = 0.25
 
@@ -163,7 +165,12 @@ def _request_times(
     request_id: str, events: Sequence[Mapping[str, Any]], tokens_per_block: int
 ) -> RequestTimes:
     arrival = next(event for event in events if event["event"] == "arrival")
-    num_tokens = arrival["num_prompt_tokens"] + arrival["max_tokens"] - 1
+    num_blocks = num_blocks_needed(
+        CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
+        tokens_per_block,
+        arrival["num_prompt_tokens"],
+        arrival["max_tokens"],
+    )
     end = next((e["time"] for e in events if e["event"] in ("finish", "cancel", "error")), None)
     pauses: list[Pause] = []
     for event in events:
@@ -180,7 +187,7 @@ def _request_times(
     return RequestTimes(
         request_id=request_id,
         arrival_time=arrival["time"],
-        num_blocks=max(1, -(-num_tokens // tokens_per_block)),
+        num_blocks=num_blocks,
         end_time=end,
         pauses=tuple(pauses),
     )

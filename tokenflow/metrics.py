@@ -1,8 +1,8 @@
 """What a stream was worth to its reader: one definition of each measure.
 
 Server, simulator and benchmarks all call these functions, so a number means the same everywhere.
-Pure: instants are arguments, nothing reads a clock. Sources: [P] TokenFlow (EuroSys'26, arXiv
-2510.02758), [B] the design guide that the paper's idea was first restated in.
+Pure: instants are arguments, nothing reads a clock. Source: [P] TokenFlow (EuroSys'26, arXiv
+2510.02758); what carries no [P] is this project's own definition.
 
 The reader [P 3.2]: it starts with the first token and takes one token each 1/R seconds. When it
 wants a token and none is there it stalls, and its whole timeline shifts by that stall, so that a
@@ -22,13 +22,13 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
 
-# Longer than this and a person sees the text freeze [B].
+# Ours: longer than this and a person sees the text freeze.
 CLIENT_VISIBLE_STALL_S = 0.250
 # Effective throughput [P 7.1.3]: full weight below the first share of the output unread, none
 # from the second on.
 FULL_WEIGHT_SHARE = 0.10
 NO_WEIGHT_SHARE = 0.20
-# Effective goodput [B].
+# Effective goodput, ours: the deadlines of a first token, and of a reader's wait for a later one.
 GOODPUT_TTFT_S = 0.500
 GOODPUT_STALL_S = 0.200
 # Rounding of float instants: stalls shorter than this are none.
@@ -116,7 +116,7 @@ def tbt_s(stream: Stream) -> FloatArray:
 def stalls(stream: Stream, longer_than_s: float = 0.0) -> tuple[Stall, ...]:
     """Every wait of the reader, after the first token, that lasted more than `longer_than_s`.
 
-    Pass CLIENT_VISIBLE_STALL_S for those that a person notices [B].
+    Pass CLIENT_VISIBLE_STALL_S for those that a person notices.
     """
     if stream.read_rate is None or stream.num_tokens < 2:
         return ()
@@ -197,11 +197,11 @@ def effective_goodput(
     ttft_limit_s: float = GOODPUT_TTFT_S,
     stall_limit_s: float = GOODPUT_STALL_S,
 ) -> float:
-    """Tokens/s that came within their deadline [B].
+    """Tokens/s that came within their deadline (our definition).
 
     A stream whose first token came after `ttft_limit_s` counts nothing; of the others each token
-    counts unless the reader had to wait more than `stall_limit_s` for it. (The guide's "TBT <=
-    200 ms" is read as lateness: a reader of 4 tokens/s has gaps of 250 ms by choice.)
+    counts unless the reader had to wait more than `stall_limit_s` for it. The limit is on lateness,
+    not on the gap between two tokens: a reader of 4 tokens/s has gaps of 250 ms by choice.
     """
     in_time = sum(
         s.num_tokens - len(stalls(s, stall_limit_s))

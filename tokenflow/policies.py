@@ -25,8 +25,8 @@ class WaitForm(enum.Enum):
 
     AGEING = "ageing"
     """w = wait: rises with the wait, nobody is overtaken for ever."""
-    GUIDE = "guide"
-    """w = 1 / (wait + slack floor): the TokenFlow guide's form, falls with the wait."""
+    FALLING = "falling"
+    """w = 1 / (wait + slack floor): falls with the wait; kept so that it can be measured."""
 
 
 class ExcessOrder(enum.Enum):

@@ -33,7 +33,7 @@ def unpausable_reason(
 
     Some kinds keep state in the engine that a new request with a longer prompt does not rebuild:
     beams, sibling sequences. And a resume's prompt, which holds the output so far, must not be
-    longer than the engine takes (`max_input_len` tokens; short where it does not chunk its context).
+    longer than the engine takes (`max_input_len` tokens: few where it does not chunk its context).
     """
     full_length = min(len(request.input_token_ids) + request.max_tokens, max_seq_len)
     if full_length - 1 > max_input_len:

@@ -103,6 +103,7 @@ def test_ratios_leave_out_what_the_baseline_has_none_of() -> None:
 def test_a_run_with_a_failed_or_short_request_says_nothing() -> None:
     good = client([1.0, 2.0])
     analysis.require_complete([good])
+    assert analysis.failure(good) is None
     failed = client([1.0])
     failed.error = "boom"
     with pytest.raises(BenchmarkError, match="a failed: boom"):

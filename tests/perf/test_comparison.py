@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from build_engines.tiny import make_tiny_model
 from perf import burst_pa
 from perf.analysis import BenchmarkError
-from perf.comparison import collect, parse_settings, run_interleaved
+from perf.comparison import collect, parse_settings, publish, run_interleaved
 from perf.demo import play_demo
 from perf.report import format_table
 from perf.workloads import NEWCOMER, READER, ClientRequest, FileTokenizer
@@ -45,7 +47,9 @@ def make_requests(tokenizer: FileTokenizer) -> list[ClientRequest]:
 
 @pytest.mark.e2e
 @pytest.mark.torch
-def test_newcomers_start_sooner_and_the_trace_explains_it(tmp_path: Path) -> None:
+def test_newcomers_start_sooner_and_the_trace_explains_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = make_tiny_model(tmp_path / "model")
     settings = {**SETTINGS, "tokenizer_dir": str(model)}
     requests = make_requests(FileTokenizer(model))
@@ -63,6 +67,22 @@ def test_newcomers_start_sooner_and_the_trace_explains_it(tmp_path: Path) -> Non
     assert 0.3 < fcfs.run.load < 1.0
     assert json.loads(json.dumps(result)) == result
     assert "first token, P50" in format_table(result)
+    check_published(result, tmp_path / "results", capsys)
+
+
+def check_published(
+    result: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    publish("demo", result, argparse.Namespace(results=folder, json=False), ["a remark"])
+    out = capsys.readouterr()
+    assert format_table(result) in out.out
+    assert f"a remark\nwritten: {folder / 'demo.json'}\n" in out.out
+    assert json.loads((folder / "demo.json").read_text()) == result
+    publish("demo", result, argparse.Namespace(results=folder, json=True), ["a remark"])
+    out = capsys.readouterr()
+    assert json.loads(out.out) == result
+    assert out.err == ""  # the documents are not made from this folder
 
 
 def test_settings_are_laid_over_the_demo_s() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ from perf import report
 from perf.analysis import Run, ratios, summarise
 from perf.client import ClientRecord, WorkloadRecord
 from perf.plots import draw_demo, unread_over_time
+from tokenflow.config import ServingConfig
 
 
 def record(first_s: float) -> WorkloadRecord:
@@ -61,12 +64,41 @@ def test_only_generated_blocks_are_rewritten() -> None:
     assert new.endswith("<!-- end -->\nb old\n")
     assert "\nold\n" not in new
     assert report.regenerate(new) == new
+    assert report.regenerate(text, names=("demo",)) == text
     with pytest.raises(KeyError):
         report.regenerate("<!-- generated: nothing -->\n<!-- end -->")
 
 
+def test_figures_are_made_from_the_result_files_alone(result: dict, tmp_path: Path) -> None:
+    (tmp_path / "demo.json").write_text(json.dumps(result))
+    text = "".join(
+        f"<!-- generated: {name} -->\nold\n<!-- end -->\n" for name in ("demo", "burst_pa")
+    )
+    new = report.regenerate(text, results=tmp_path)
+    assert new == (
+        f"<!-- generated: demo -->\n{report.markdown_table(result)}\n<!-- end -->\n"
+        "<!-- generated: burst_pa -->\n"
+        "No results yet: run `make burst-pa`, then `make docs`.\n<!-- end -->\n"
+    )
+    assert "| burst: first token, P50 | 2.00 s | 0.50 s | 0.250 |" in new
+    assert report.regenerate(new, results=tmp_path) == new
+    stale = report.stale_documents(results=tmp_path, names=["demo"])
+    assert [path.name for path in stale] == ["README.md", "benchmarks.md"]
+
+
 def test_the_documents_list_the_current_parameters() -> None:
-    assert report.stale_documents() == []
+    # Not the figures: a benchmark that somebody ran must not make the tests fail.
+    assert report.stale_documents(names=["parameters"]) == []
+
+
+def test_the_table_has_a_row_per_parameter() -> None:
+    rows = report.parameter_table().splitlines()[2:]
+    assert [row.split("`")[1] for row in rows] == [
+        f.name for f in dataclasses.fields(ServingConfig)
+    ]
+    assert {row.count("|") for row in rows} == {5}
+    assert "| `engine_process` | `true` | `true`, `false` |" in "\n".join(rows)
+    assert "| `trace_path` | empty | text |" in "\n".join(rows)
 
 
 def test_unread_rises_with_receipt_and_falls_with_reading() -> None:

@@ -35,10 +35,10 @@ def test_slack_before_the_first_token_is_not_looked_at() -> None:
     assert ranked(policy, np.nan, 1.0, False, 0.5) == ranked(policy, 7.0, 1.0, False, 0.5)
 
 
-def test_ageing_rises_and_the_guides_form_falls_with_the_wait() -> None:
-    ageing, guide = TokenflowPolicy(), TokenflowPolicy(wait_form=WaitForm.GUIDE)
+def test_ageing_rises_and_the_other_form_falls_with_the_wait() -> None:
+    ageing, falling = TokenflowPolicy(), TokenflowPolicy(wait_form=WaitForm.FALLING)
     assert ranked(ageing, 1.0, 9.0, False, 0.5) > ranked(ageing, 1.0, 1.0, False, 0.5)
-    assert ranked(guide, 1.0, 9.0, False, 0.5) < ranked(guide, 1.0, 1.0, False, 0.5)
+    assert ranked(falling, 1.0, 9.0, False, 0.5) < ranked(falling, 1.0, 1.0, False, 0.5)
 
 
 def test_a_low_class_overtakes_in_the_end() -> None:

@@ -1,6 +1,6 @@
-"""Flags and tables made from `ServingConfig`, so that a parameter is described in one place.
+"""Flags made from `ServingConfig`, so that a parameter is described in one place.
 
-Invariant: every field of ServingConfig is a flag of `tokenflow serve` and a row of the table.
+Invariant: every field of ServingConfig is a flag of `tokenflow serve`.
 """
 
 from __future__ import annotations
@@ -48,38 +48,7 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def parameter_table() -> str:
-    """Markdown table of every parameter: name, default, allowed values, meaning."""
-    lines = ["| parameter | default | allowed | meaning |", "|---|---|---|---|"]
-    for field in dataclasses.fields(ServingConfig):
-        meta = field.metadata
-        lines.append(
-            f"| `{field.name}` | {_code(_shown(field.default))} | {_allowed(field.default, meta)} "
-            f"| {meta['help']} |"
-        )
-    return "\n".join(lines)
-
-
 def _help(text: str, default: Any) -> str:
-    shown = text if default == "" else f"{text} (default: {_shown(default)})"
-    return shown.replace("%", "%%")
-
-
-def _allowed(default: Any, meta: Any) -> str:
-    if meta["choices"]:
-        return ", ".join(_code(choice) for choice in meta["choices"])
-    if isinstance(default, bool):
-        return "`true`, `false`"
-    if meta["low"] is not None:
-        return f"{meta['low']} to {meta['high']}"
-    return "text"
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value) or "empty"
-
-
-def _code(text: str) -> str:
-    return text if text == "empty" else f"`{text}`"
+    shown = str(default).lower() if isinstance(default, bool) else str(default)
+    described = f"{text} (default: {shown})" if shown else text
+    return described.replace("%", "%%")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tokenflow.cli.progress import StageBar
+from tokenflow.progress import StageBar
 
 
 def add_parser(commands: Any) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenflow.cli.flags import add_config_flags, config_from_flags
 from tokenflow.cli.model import ensure_model
-from tokenflow.cli.progress import Waiting
+from tokenflow.progress import Waiting
 
 if TYPE_CHECKING:
     from triton_backend.launcher import TritonServer

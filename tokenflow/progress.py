@@ -1,4 +1,7 @@
-"""Progress bars for work that takes a person's patience: download, conversion, load."""
+"""Progress on stderr for work that takes a person's patience: download, conversion, load.
+
+Owns what such a line looks like, for the command line and the benchmarks alike. Needs tqdm only.
+"""
 
 from __future__ import annotations
 
@@ -69,14 +72,10 @@ class Waiting:
         now = time.monotonic()
         if sys.stderr.isatty() and now - self._drawn >= self._DRAW_S:
             self._drawn = now
-            print(
-                f"\r{self._what} … {now - self._start:.0f} s", end="", file=sys.stderr, flush=True
-            )
+            _write(f"\r{self._what} … {now - self._start:.0f} s")
 
     def __enter__(self) -> Waiting:
-        print(
-            f"{self._what} …", end="" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True
-        )
+        _write(f"{self._what} …" + ("" if sys.stderr.isatty() else "\n"))
         return self
 
     def __exit__(
@@ -86,4 +85,9 @@ class Waiting:
         traceback: TracebackType | None,
     ) -> None:
         if sys.stderr.isatty():
-            print(f"\r{self._what} … {time.monotonic() - self._start:.0f} s", file=sys.stderr)
+            _write(f"\r{self._what} … {time.monotonic() - self._start:.0f} s\n")
+
+
+def _write(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
