@@ -172,4 +172,5 @@ def _parse(key: str, text: str, kind: Any) -> Any:
     try:
         return kind(text)
     except ValueError:
-        raise ConfigError(key, f"must be a {kind.__name__}, got {text!r}") from None
+        kind_text = "a whole number" if kind is int else "a number"
+        raise ConfigError(key, f"must be {kind_text}, got {text!r}") from None

@@ -136,6 +136,7 @@ class Coordinator:
             if not session.answered:
                 self._answers.failed(session, message, now, retryable=retryable)
             self.table.transition(session, _S.FINISHED, now)
+        self._feedback.on_engine_emptied(self._num_total_blocks)
         for executor_id in executor_ids:
             if executor_id is not None:
                 self._executor.cancel_request(executor_id)

@@ -58,6 +58,10 @@ class EngineFeedback:
                 self._on_result(session, response.result, now)
         return self._changed
 
+    def on_engine_emptied(self, num_total_blocks: int) -> None:
+        """Everything was taken from the engine, or it is gone: nothing is queued or in use."""
+        self.num_queued, self.num_free_blocks = 0, num_total_blocks
+
     def on_stats(self, stats: Sequence[IterationStats]) -> None:
         """Learn costs and room from finished iterations, and trace them."""
         for entry in stats:

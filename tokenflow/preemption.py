@@ -9,8 +9,10 @@ bad words look at the whole sequence in the engine, so they carry over unchanged
 counts restart in the engine and are accumulated by the session.
 
 Sampled requests: the engine restarts its random stream at every enqueue, so each resume gets a seed
-derived from (seed, tokens generated so far). A paused sampled request is therefore a different but
-equally distributed sample; a greedy one continues with the same tokens.
+derived from (seed, tokens generated so far). A paused sampled request is therefore another sample
+than an uninterrupted one; a greedy one continues with the same tokens. The token of the step in
+flight is lost with a cancel and drawn again at the resume, unless it ended the request: the chance
+to end at the position of a pause is 1 - (1 - p)² instead of p.
 """
 
 from __future__ import annotations

@@ -8,10 +8,14 @@ be laid beside these. Written by the runtime thread only.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import msgspec
+
+logger = logging.getLogger("tokenflow")
 
 
 class Tracer(Protocol):
@@ -37,19 +41,47 @@ class NullTracer:
 
 
 class JsonLinesTracer:
-    """Appends to a file; `flush` after each batch of work keeps at most one batch unseen."""
+    """Appends to a file; `flush` after each batch of work keeps at most one batch unseen.
+
+    A file that cannot be opened raises OSError here. One that cannot be written later (a full disk)
+    is said once in the log and given up: serving goes on without a trace.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab")
+        self._path = path
+        self._file: BinaryIO | None = path.open("ab")
         self._encoder = msgspec.json.Encoder()
 
     def record(self, event: str, time: float, **fields: Any) -> None:
+        if self._file is None:
+            return
         line = {"event": event, "time": time, **fields}
-        self._file.write(self._encoder.encode(line) + b"\n")
+        try:
+            self._file.write(self._encoder.encode(line) + b"\n")
+        except OSError as error:
+            self._give_up(error)
 
     def flush(self) -> None:
-        self._file.flush()
+        if self._file is None:
+            return
+        try:
+            self._file.flush()
+        except OSError as error:
+            self._give_up(error)
 
     def close(self) -> None:
-        """Flush and close; nothing may be recorded afterwards."""
-        self._file.close()
+        """Flush and close; what is recorded afterwards is forgotten."""
+        if self._file is None:
+            return
+        file, self._file = self._file, None
+        try:
+            file.close()
+        except OSError as error:
+            logger.error("the end of trace %s is lost: %s", self._path, error)
+
+    def _give_up(self, error: OSError) -> None:
+        logger.error("trace %s cannot be written and ends here: %s", self._path, error)
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # closing tries to write once more
+                file.close()

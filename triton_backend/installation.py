@@ -116,9 +116,15 @@ def find_free_ports(host: str = "127.0.0.1") -> Ports:
 
 
 def require_free_ports(ports: Ports, host: str = "127.0.0.1") -> None:
-    """Raises ConfigError naming the first port that something else listens on."""
+    """Raises ConfigError naming the first port that is no port, given twice, or in use."""
+    taken: dict[int, str] = {}
     for name in ("http", "grpc", "metrics"):
         port = getattr(ports, name)
+        if not 1 <= port <= 65_535:
+            raise ConfigError(f"{name}_port", f"must be in [1, 65535], got {port}")
+        if port in taken:
+            raise ConfigError(f"{name}_port", f"{port} is the {taken[port]}_port already")
+        taken[port] = name
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -69,7 +69,7 @@ def test_a_flag_wins_over_what_the_command_fills_in() -> None:
 
 
 def test_a_bad_value_names_its_parameter() -> None:
-    with pytest.raises(ConfigError, match="max_batch_size: must be a int, got 'many'"):
+    with pytest.raises(ConfigError, match="max_batch_size: must be a whole number, got 'many'"):
         flags.config_from_flags(parse("--max-batch-size", "many"))
 
 

@@ -339,3 +339,13 @@ def test_the_quantum_starts_with_the_first_token() -> None:
     while h.state(handle) is S.PREFILLING:
         h.step()
     assert h.coordinator.table.columns(h.now).running_since_time[0] == h.now
+
+
+def test_after_a_lost_engine_no_block_counts_as_used() -> None:
+    h = Harness()
+    h.submit(PROMPT, 30)
+    for _ in range(3):
+        h.step()
+    assert h.coordinator.num_free_blocks < h.coordinator.num_total_blocks
+    h.coordinator.fail_all("gone", h.now)
+    assert h.coordinator.num_free_blocks == h.coordinator.num_total_blocks

@@ -22,9 +22,7 @@ from tokenflow.types import CostEstimate, Decision, KvView, SessionColumns, Snap
 
 FOLDER = Path(__file__).parent / "golden"
 POLICY = TokenflowPolicy()
-_POOL_BOUND = SimEngine(
-    capacity_policy=CapacitySchedulerPolicy.MAX_UTILIZATION, num_total_blocks=48, max_batch_size=16
-)
+_POOL_BOUND = SimEngine(capacity_policy="max_utilization", num_total_blocks=48, max_batch_size=16)
 SCENARIOS = {
     "demo": (demo(), SimEngine()),
     "machines": (machines(demo(), 2), SimEngine()),
@@ -79,16 +77,18 @@ def record(name: str) -> list[dict[str, Any]]:
     seen: dict[tuple[str, ...], int] = {}
     kept: list[dict[str, Any]] = []
 
-    def keep(snapshot: Snapshot, decision: Decision) -> None:
+    def keep(snapshot: Snapshot) -> Decision:
+        decision = plan(snapshot, POLICY)
         reasons = tuple(sorted(set(decision.why.values())))
         seen[reasons] = seen.get(reasons, 0) + 1
         if seen[reasons] > (_PER_REASON if reasons else 1):
-            return
+            return decision
         data = encode_snapshot(snapshot)
-        decision = plan(decode_snapshot(data), POLICY)
-        kept.append({"snapshot": data, "decision": encode_decision(decision)})
+        decoded = plan(decode_snapshot(data), POLICY)
+        kept.append({"snapshot": data, "decision": encode_decision(decoded)})
+        return decision
 
-    Simulation(requests, lambda s: plan(s, POLICY), engine, on_plan=keep).run()
+    Simulation(requests, keep, engine).run()
     return kept
 
 

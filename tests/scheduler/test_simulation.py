@@ -1,41 +1,39 @@
-"""plan() in a simulated engine: first tokens at once, nobody stalls, throughput kept."""
+"""The whole server in virtual time: first tokens at once, nobody stalls, throughput kept."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from tests.scheduler.simulate import SimEngine, SimRequest, SimResult, Simulation
 from tests.scheduler.workloads import demo, machines, sustained
-from tokenflow.executor.api import CapacitySchedulerPolicy
 from tokenflow.metrics import percentile, raw_throughput, stalls, ttft_s
 from tokenflow.policies import FcfsReservePolicy, Policy, TokenflowPolicy
 from tokenflow.scheduler import plan
 
-MAX_UTIL = CapacitySchedulerPolicy.MAX_UTILIZATION
-SLOW = SimEngine(
-    step_base_s=0.09,
-    step_per_sequence_s=0.0026,
-    step_per_context_token_s=5.2e-6,
-    prefill_tokens_per_s=1300.0,
-)
+MAX_UTIL = "max_utilization"
+DEFAULT = SimEngine()
 
 
-def run(
-    requests: list[SimRequest],
-    engine: SimEngine | None = None,
-    policy: Policy | None = None,
-) -> SimResult:
-    policy = policy or TokenflowPolicy()
+def simulate(requests: Sequence[SimRequest], engine: SimEngine, policy: Policy) -> SimResult:
     result = Simulation(requests, lambda snap: plan(snap, policy), engine).run()
     assert [len(q.token_times) for q in result.seqs] == [q.request.max_tokens for q in result.seqs]
     return result
 
 
-def fcfs(requests: list[SimRequest], engine: SimEngine | None = None) -> SimResult:
-    return run(requests, engine, FcfsReservePolicy())
+_remembered = functools.lru_cache(maxsize=None)(simulate)
+
+
+def run(requests: list[SimRequest], engine: SimEngine = DEFAULT) -> SimResult:
+    return _remembered(tuple(requests), engine, TokenflowPolicy())
+
+
+def fcfs(requests: list[SimRequest], engine: SimEngine = DEFAULT) -> SimResult:
+    return _remembered(tuple(requests), engine, FcfsReservePolicy())
 
 
 def ttft(result: SimResult, q: float) -> float:
@@ -49,6 +47,27 @@ def worst_stall_s(result: SimResult) -> float:
 
 def throughput_ratio(result: SimResult, baseline: SimResult) -> float:
     return raw_throughput(result.streams()) / raw_throughput(baseline.streams())
+
+
+def test_events_inside_a_step_have_their_own_instants_and_act_at_its_end() -> None:
+    """Steps of 0.1 s, responses 0.01 s later; the second request comes 0.04 s into the first step.
+
+    Its first token takes the second step, and the answer to the first ends in the fourth.
+    """
+    engine = SimEngine(
+        step_base_s=0.1,
+        step_per_sequence_s=0.0,
+        step_per_context_token_s=0.0,
+        prefill_tokens_per_s=1e9,
+        response_delay_s=0.01,
+    )
+    requests = [
+        SimRequest(arrival_time=at, num_prompt_tokens=30, max_tokens=4) for at in (0.0, 0.04)
+    ]
+    for result in (run(requests, engine), fcfs(requests, engine)):
+        first, second = (q.token_times for q in result.seqs)
+        np.testing.assert_allclose(first, [0.11, 0.21, 0.31, 0.41], atol=1e-6)
+        np.testing.assert_allclose(second, [0.21, 0.31, 0.41, 0.51], atol=1e-6)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -65,7 +84,9 @@ def test_the_demo_burst(seed: int) -> None:
     assert result.idle_slot_s <= 0.01 * result.busy_slot_s
     assert baseline.idle_slot_s <= 0.01 * baseline.busy_slot_s
     # A paused stream finds its KV again.
-    assert result.num_recomputed_tokens <= 0.02 * sum(q.num_tokens for q in result.seqs)
+    assert result.num_recomputed_tokens <= 0.02 * sum(
+        q.request.num_prompt_tokens + q.request.max_tokens for q in result.seqs
+    )
 
 
 def test_a_burst_at_the_limit_of_the_capacity() -> None:
@@ -87,12 +108,7 @@ def test_a_burst_of_fast_readers_beyond_the_capacity() -> None:
 
 def test_unread_text_carries_a_burst_beyond_the_capacity() -> None:
     """Two thirds of the speed: all together read 1.1 times what the engine writes, for a while."""
-    engine = SimEngine(
-        step_base_s=0.0675,
-        step_per_sequence_s=0.00195,
-        step_per_context_token_s=3.9e-6,
-        prefill_tokens_per_s=1733.0,
-    )
+    engine = SimEngine(step_factors=(1.5,))
     result, baseline = run(demo(), engine), fcfs(demo(), engine)
     assert ttft(result, 100) <= 0.1 * ttft(baseline, 100)
     assert worst_stall_s(result) == 0.0
@@ -100,10 +116,22 @@ def test_unread_text_carries_a_burst_beyond_the_capacity() -> None:
 
 
 def test_an_engine_of_half_the_speed_lets_newcomers_wait_but_nobody_stall() -> None:
-    result, baseline = run(demo(), SLOW), fcfs(demo(), SLOW)
+    engine = SimEngine(step_factors=(2.0,))
+    result, baseline = run(demo(), engine), fcfs(demo(), engine)
     assert worst_stall_s(result) == 0.0
     assert ttft(result, 100) <= 0.5 * ttft(baseline, 100)
     assert throughput_ratio(result, baseline) >= 0.95
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+@pytest.mark.parametrize("factor", [1.5, 2.0])
+def test_slower_engines_and_other_bursts(factor: float, seed: int) -> None:
+    engine = SimEngine(step_factors=(factor,))
+    result, baseline = run(demo(seed=seed), engine), fcfs(demo(seed=seed), engine)
+    assert worst_stall_s(result) == 0.0
+    assert ttft(result, 50) <= 0.8
+    assert ttft(result, 100) <= 0.5 * ttft(baseline, 100)
+    assert throughput_ratio(result, baseline) >= 0.94
 
 
 @pytest.mark.parametrize("num_total_blocks", [128, 64])
@@ -203,6 +231,6 @@ def test_hiccups_of_the_engine_do_not_turn_into_visible_stalls() -> None:
 
 
 def test_same_run_twice_is_the_same() -> None:
-    first, second = run(demo()), run(demo())
+    first, second = (simulate(demo(), DEFAULT, TokenflowPolicy()) for _ in range(2))
     for a, b in zip(first.seqs, second.seqs, strict=True):
         np.testing.assert_array_equal(a.token_times, b.token_times)

@@ -46,12 +46,19 @@ def add_parser(commands: Any) -> None:
     network.add_argument("--metrics-port", type=int, default=8002, help="default: %(default)s")
     parser.add_argument(
         "--exit-timeout-s",
-        type=int,
+        type=_seconds,
         default=30,
         help="how long streams in flight may go on after Ctrl-C (default: %(default)s)",
     )
     add_config_flags(parser)
     parser.set_defaults(run=run)
+
+
+def _seconds(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError("must not be negative")
+    return value
 
 
 def run(arguments: argparse.Namespace) -> int:
