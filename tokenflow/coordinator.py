@@ -17,7 +17,12 @@ from tokenflow.answers import Answers
 from tokenflow.config import ServingConfig
 from tokenflow.costs import CostModel
 from tokenflow.errors import EngineError, InternalError
-from tokenflow.executor.api import Executor, IterationStats, Response
+from tokenflow.executor.api import (
+    CapacitySchedulerPolicy,
+    Executor,
+    IterationStats,
+    Response,
+)
 from tokenflow.feedback import EngineFeedback
 from tokenflow.preemption import CacheEstimate, engine_request
 from tokenflow.session import Session, SessionTable
@@ -177,7 +182,8 @@ class Coordinator:
         """When the next plan is due; +inf while nothing could change by time alone."""
         if self._needs_plan:
             return self._last_plan_time
-        if self.table.count(_S.WAITING, _S.PREEMPTED):
+        grows = self._capacity_policy is CapacitySchedulerPolicy.MAX_UTILIZATION
+        if self.table.count(_S.WAITING, _S.PREEMPTED) or (grows and self.table.count(_S.RUNNING)):
             return self._last_plan_time + self._config.plan_interval_s
         return float("inf")
 

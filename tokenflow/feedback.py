@@ -128,7 +128,10 @@ class EngineFeedback:
         self._changed = True
         self._count_recomputed(session, result)
         reason = result.finish_reasons[0]
-        self._release_cache(session)
+        ended = reason is not FinishReason.CANCELLED
+        # The KV of the last token does not exist.
+        num_blocks = self._table.num_blocks(session.num_tokens - 1)
+        self._cache.released(session.handle, num_blocks, ended=ended)
         if session.answered:
             self._table.transition(session, _S.FINISHED, now)
         elif reason is FinishReason.CANCELLED and session.state is _S.PAUSING:
@@ -157,10 +160,6 @@ class EngineFeedback:
             self._answers.counters.num_recomputed_tokens += max(
                 0, num_enqueued - 1 - metrics.num_reused_tokens
             )
-
-    def _release_cache(self, session: Session) -> None:
-        # The KV of the last token does not exist.
-        self._cache.released(session.handle, self._table.num_blocks(session.num_tokens - 1))
 
     def _cancel(self, session: Session) -> None:
         if session.executor_request_id is not None:

@@ -102,27 +102,29 @@ def engine_request(
 class CacheEstimate:
     """Which released requests' KV the engine's reuse cache still holds, seen from outside.
 
-    An engine without KV events does not tell. It evicts unreferenced blocks in order of release,
-    each request's tail first, so counting blocks is enough for an estimate: entries are held in
-    order of release and shrink, oldest first, to what fits beside the blocks in use. It ignores
-    sharing between requests, which errs towards "more must be recomputed".
+    An engine without KV events does not tell. The embedded one evicts unreferenced blocks of ended
+    requests before those of paused ones, each kind in order of release, each request's tail first.
+    So counting blocks is enough for an estimate: entries are held in that order and shrink, first
+    ones first, to what fits beside the blocks in use. It ignores sharing between requests, which
+    errs towards "more must be recomputed".
     """
 
     def __init__(self, num_total_blocks: int) -> None:
         self._num_total_blocks = num_total_blocks
-        self._blocks: OrderedDict[int, int] = OrderedDict()
+        self._ended: OrderedDict[int, int] = OrderedDict()
+        self._paused: OrderedDict[int, int] = OrderedDict()
         self._num_cached = 0
 
-    def released(self, handle: int, num_blocks: int) -> None:
+    def released(self, handle: int, num_blocks: int, *, ended: bool) -> None:
         """The engine let go of `num_blocks` of a request and keeps them for reuse."""
         self.forget(handle)
         if num_blocks > 0:
-            self._blocks[handle] = num_blocks
+            (self._ended if ended else self._paused)[handle] = num_blocks
             self._num_cached += num_blocks
 
     def forget(self, handle: int) -> int:
         """The request is (being) started again: its entry leaves; returns the blocks it had."""
-        num_blocks = self._blocks.pop(handle, 0)
+        num_blocks = self._paused.pop(handle, 0) + self._ended.pop(handle, 0)
         self._num_cached -= num_blocks
         return num_blocks
 
@@ -130,13 +132,13 @@ class CacheEstimate:
         """Account for `num_used_blocks` referenced in the engine; handles that lost blocks."""
         surplus = self._num_cached + num_used_blocks - self._num_total_blocks
         hit: list[int] = []
-        while surplus > 0 and self._blocks:
-            handle, num_blocks = next(iter(self._blocks.items()))
+        while surplus > 0 and (entries := self._ended or self._paused):
+            handle, num_blocks = next(iter(entries.items()))
             lost = min(surplus, num_blocks)
             if lost == num_blocks:
-                del self._blocks[handle]
+                del entries[handle]
             else:
-                self._blocks[handle] = num_blocks - lost
+                entries[handle] = num_blocks - lost
             self._num_cached -= lost
             surplus -= lost
             hit.append(handle)
@@ -144,4 +146,4 @@ class CacheEstimate:
 
     def num_blocks(self, handle: int) -> int:
         """Blocks of the request that are presumably still cached."""
-        return self._blocks.get(handle, 0)
+        return self._paused.get(handle, 0) + self._ended.get(handle, 0)

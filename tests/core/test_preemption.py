@@ -100,13 +100,23 @@ def test_a_resume_that_would_be_too_long_a_prompt_is_ruled_out() -> None:
 
 def test_cache_estimate_evicts_the_oldest_release_first() -> None:
     cache = CacheEstimate(10)
-    cache.released(1, 4)
-    cache.released(2, 4)
+    cache.released(1, 4, ended=False)
+    cache.released(2, 4, ended=False)
     assert cache.shrink(2) == []
     assert cache.shrink(5) == [1]
     assert (cache.num_blocks(1), cache.num_blocks(2)) == (1, 4)
     assert cache.shrink(8) == [1, 2]
     assert (cache.num_blocks(1), cache.num_blocks(2)) == (0, 2)
+
+
+def test_cache_estimate_evicts_what_has_ended_before_what_is_paused() -> None:
+    cache = CacheEstimate(10)
+    cache.released(1, 4, ended=False)
+    cache.released(2, 4, ended=True)
+    assert cache.shrink(5) == [2]
+    assert cache.shrink(6) == [2]
+    assert cache.shrink(8) == [1]
+    assert (cache.num_blocks(1), cache.num_blocks(2)) == (2, 0)
 
 
 @given(
@@ -124,7 +134,7 @@ def test_cache_estimate_fits_the_pool_after_each_shrink(
     cache = CacheEstimate(10)
     for name, a, b in steps:
         if name == "released":
-            cache.released(a, b)
+            cache.released(a, b, ended=bool(a % 2))
         elif name == "forget":
             cache.forget(a)
         else:

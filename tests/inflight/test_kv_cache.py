@@ -322,3 +322,14 @@ def test_content_is_always_what_the_key_says(num_blocks, actions):
         kv.release(sequence, prompt, computed)
     kv.check_integrity()
     assert kv.num_used_blocks == 0
+
+
+def test_what_has_ended_is_evicted_before_what_was_cut_short():
+    kv = make(num_blocks=4)
+    put(kv, tokens(A, B))  # cut short, and released first
+    ended = kv.allocate(tokens(C, D))
+    kv.release(ended, tokens(C, D), 8, ended=True)
+    other = kv.allocate([50] * 8)
+    kv.release(other, [50] * 8, 0)
+    kv.check_integrity()
+    assert kv.allocate(tokens(A, B, [9])).num_reused_tokens == 8

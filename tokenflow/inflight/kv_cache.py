@@ -15,7 +15,9 @@ included. Never more than was computed: a cancel in mid-prefill stores only the 
 1.2 line of TensorRT-LLM stores the rest as well, and later reads garbage). The KV of the last
 sampled token does not exist, so it is never stored. After a failed step nothing more is stored.
 
-Two departures, both in what is kept and never in what is correct:
+Three departures, all in what is kept and never in what is correct:
+- What was cut short (a pause) is evicted after everything that has ended: it is needed again for
+  certain. TensorRT-LLM evicts both by retention priority, then by last use.
 - A partly matching unreferenced leaf is taken over in place only if what it holds beyond the match
   is what the new sequence computes anyway, or if no other block is left; otherwise it is copied.
   TensorRT-LLM always takes it over, which would ruin the cached tail of a paused stream as soon as
@@ -34,6 +36,9 @@ from tokenflow.executor.api import KvCacheConfig, KvCacheMetrics, KvCacheStats
 from tokenflow.inflight.admission import num_pool_blocks
 from tokenflow.inflight.reuse_tree import Block, EvictionQueue, Match, ReuseTree, TreeNode
 from tokenflow.inflight.runner import BlockCopy
+
+_TO_BE_CONTINUED = 1 << 48
+"""Added to the tick of what was cut short: it is evicted after everything that has ended."""
 
 
 @dataclass(eq=False, slots=True)
@@ -154,17 +159,25 @@ class KvCacheManager:
             sequence.num_stored += 1
 
     def release(
-        self, sequence: SequenceBlocks, token_ids: Sequence[int], num_computed: int
+        self,
+        sequence: SequenceBlocks,
+        token_ids: Sequence[int],
+        num_computed: int,
+        *,
+        ended: bool = False,
     ) -> None:
-        """End of a sequence: keep the KV of its first `num_computed` tokens for reuse."""
+        """End of a sequence: keep the KV of its first `num_computed` tokens for reuse.
+
+        ended: the request is complete; what was cut short (cancel, internal pause) is kept longer.
+        """
         path: list[Block] = []
         if self._config.enable_block_reuse and num_computed:
             path = self._store_all(sequence, token_ids, num_computed)
-        self._drop(sequence, path)
+        self._drop(sequence, path, ended)
 
     def discard(self, sequence: SequenceBlocks) -> None:
         """End of a sequence whose last step failed: store nothing more."""
-        self._drop(sequence, [])
+        self._drop(sequence, [], ended=True)
 
     def take_copies(self) -> list[BlockCopy]:
         """Copies recorded since the last call; to be run in order before the next step."""
@@ -212,7 +225,7 @@ class KvCacheManager:
         self._acquire(source)  # so that taking the target does not evict it
         target = self._take()
         self._copies.append(BlockCopy(source.slot, target.slot, num_tokens))
-        self._unreference(source)
+        self._unreference(source, ended=source.last_use < _TO_BE_CONTINUED)
         return target
 
     def _take(self) -> Block:
@@ -235,19 +248,19 @@ class KvCacheManager:
             self.num_used_blocks += 1
         block.ref_count += 1
 
-    def _unreference(self, block: Block) -> None:
+    def _unreference(self, block: Block, *, ended: bool) -> None:
         block.ref_count -= 1
         if block.ref_count:
             return
         self.num_used_blocks -= 1
         if block.is_stored:
-            self._touch(block)
+            self._touch(block, ended=ended)
         else:
             self._free_slots.append(block.slot)
 
-    def _touch(self, block: Block) -> None:
+    def _touch(self, block: Block, *, ended: bool) -> None:
         self._tick += 1
-        block.last_use = self._tick
+        block.last_use = self._tick + (0 if ended else _TO_BE_CONTINUED)
         self._offer(block)
 
     def _offer(self, node: TreeNode) -> None:
@@ -271,14 +284,14 @@ class KvCacheManager:
             node = stored
         return path
 
-    def _drop(self, sequence: SequenceBlocks, path: list[Block]) -> None:
+    def _drop(self, sequence: SequenceBlocks, path: list[Block], ended: bool) -> None:
         # Last block first: it gets the oldest tick, so tails are evicted before the beginnings.
         for i in range(len(sequence.blocks) - 1, -1, -1):
             block = sequence.blocks[i]
             stored = path[i] if i < len(path) else block
-            self._unreference(block)
+            self._unreference(block, ended=ended)
             if stored is not block and stored.ref_count == 0:
-                self._touch(stored)
+                self._touch(stored, ended=ended)
         self._sequences.remove(sequence)
         sequence.blocks = []
 

@@ -85,7 +85,8 @@ class SequenceState:
         if self.blocks is None:
             return
         if keep:
-            kv.release(self.blocks, self.token_ids, self.num_computed)
+            ended = self.finish_reason is not FinishReason.NOT_FINISHED
+            kv.release(self.blocks, self.token_ids, self.num_computed, ended=ended)
         else:
             kv.discard(self.blocks)
         self.blocks = None
