@@ -51,8 +51,10 @@ check: $(READY)  ## ruff and mypy
 	$(BIN)/mypy
 
 test: check model  ## every check and test, the real server included
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not e2e"
-	$(TEST_ENV) $(BIN)/python -m pytest -m e2e
+	@status=0; set -x; \
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not e2e" || status=1; \
+	$(TEST_ENV) $(BIN)/python -m pytest -m e2e || status=1; \
+	exit $$status
 
 format: $(READY)  ## rewrite the sources as `check` wants them
 	$(BIN)/ruff check --fix

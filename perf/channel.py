@@ -143,14 +143,7 @@ def create_burst_engine(
     before_step: Callable[[], None],
 ) -> tuple[BurstEngine, EngineInfo]:
     """The host's factory."""
-    info = EngineInfo(
-        vocab_size=50_000,
-        num_blocks=config.max_tokens_in_paged_kv_cache // config.tokens_per_block,
-        tokens_per_block=config.tokens_per_block,
-        max_batch_size=config.max_batch_size,
-        max_seq_len=config.max_seq_len,
-    )
-    return BurstEngine(), info
+    return BurstEngine(), EngineInfo.from_config(config, vocab_size=50_000)
 
 
 def measure_iterations(num_iterations: int, window: int) -> list[float]:

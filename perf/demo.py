@@ -27,6 +27,10 @@ def play_demo(
     return play(server, requests, folder, timeout_s=WORKLOAD_TIMEOUT_S, label=label)
 
 
+def _load_text(load: float | None) -> str:
+    return "not measurable" if load is None else describe_load(load)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo as its flags say. Raises TokenFlowError."""
     from perf.plots import draw_demo
@@ -34,7 +38,6 @@ def run(arguments: argparse.Namespace) -> int:
     played, result = compare(arguments, play_demo)
     picture = results_folder(arguments) / "demo.png"
     draw_demo({name: runs[0].record for name, runs in played.items()}, result, picture)
-    load = result["fcfs"]["load"]
-    load_text = "not measurable" if load is None else describe_load(load)
-    publish("demo", result, arguments, [f"ΣR/Γ {load_text}", f"picture: {picture}"])
+    loads = [f"ΣR/Γ under {name}: {_load_text(result[name]['load'])}" for name in played]
+    publish("demo", result, arguments, [*loads, f"picture: {picture}"])
     return 0

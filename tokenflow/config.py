@@ -51,7 +51,9 @@ class ServingConfig:
     tokenizer_dir: str = _field("", "folder with tokenizer.json (default: gpt_model_path)")
     dtype: str = _field("bfloat16", "weights and KV", choices=("bfloat16", "float32"))
     device: str = _field("cpu", "where the model runs", choices=("cpu", "cuda"))
-    num_threads: int = _field(0, "threads of the model on a CPU (0 = all cores)", low=0, high=1024)
+    num_threads: int = _field(
+        0, "threads of the model on a CPU (0 = all cores it may use)", low=0, high=1024
+    )
     engine_process: bool = _field(True, "run the engine in a process of its own")
     scripted_step_s: float = _field(0.0, "scripted engine: seconds of one step", low=0, high=60)
     # engine limits

@@ -50,6 +50,8 @@ class TokenflowPolicy:
     load_limit: ρ, share of the capacity Γ up to which Σ R of readers may rise by newcomers.
     bridge_limit: share of Γ up to which the tokens due by any instant may rise where unread text
         bridges a Σ R beyond load_limit.
+    bridge_margins: of that text, so many times the slack that a pause needs stays out of the
+        account: under a lasting load, streams whose readers have read everything cannot take turns.
     typical_turn_s: time that a rotating stream runs between two pauses, from which the cost of
         recomputing is foreseen; longer admits more and, beyond what is real, ends in thrashing.
     min_quantum_s: time in the engine before a stream is paused for a newcomer or for balance.
@@ -73,6 +75,7 @@ class TokenflowPolicy:
     priority_shift: float = 4.0
     load_limit: float = 0.9
     bridge_limit: float = 0.75
+    bridge_margins: float = 6.0
     typical_turn_s: float = 1.5
     min_quantum_s: float = 1.0
     max_bypass_s: float = 2.0

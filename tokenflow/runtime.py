@@ -260,6 +260,7 @@ class Runtime:
     # -- awaiter thread ------------------------------------------------------------------------
 
     def _await_loop(self) -> None:
+        closed_before = False
         while not self._stopping.is_set():
             try:
                 responses = self._executor.await_responses(_AWAIT_TIMEOUT)
@@ -268,6 +269,10 @@ class Runtime:
                 return
             if responses:
                 self._inbox.put((self._on_responses, (responses, self._clock.now())))
+                closed_before = False
             elif not self._executor.can_enqueue_requests():
-                self._inbox.put((self._on_engine_lost, ("it stopped taking requests",)))
-                return
+                # An engine that has just gone says why at the next call.
+                if closed_before:
+                    self._inbox.put((self._on_engine_lost, ("it stopped taking requests",)))
+                    return
+                closed_before = True

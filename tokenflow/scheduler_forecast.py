@@ -107,7 +107,7 @@ class _Due:
 
     A stream with usable slack u, rate R and n tokens to come needs none before u, then R per
     second, and none after u + n/R: the sum is piecewise linear, so comparing it with a line at its
-    corners compares it everywhere. Slack is usable beyond what a pause and its margin take. A
+    corners compares it everywhere. Slack is usable beyond some pauses with their margins. A
     stream that has not started, or has no reader, needs its rate from now on.
     rate: tokens/s of every row [n]. rows: those that are served.
     """
@@ -115,6 +115,7 @@ class _Due:
     def __init__(self, view: View, rows: IntArray, rate: FloatArray) -> None:
         s, policy = view.snapshot.sessions, view.policy
         margin_s = policy.slack_margin_s + policy.conservativeness * view.round_trip_s
+        margin_s *= policy.bridge_margins  # what streams need left over to take turns
         self._rate = rate
         self._span_s = (s.max_tokens - s.num_generated) / rate
         slack = np.where(s.started[rows] & s.has_reader[rows], s.slack_s[rows], 0.0)

@@ -27,9 +27,10 @@ _COUNTERS = (
      {"ok": "num_ok", "failed": "num_failed", "cancelled": "num_cancelled"}),
     ("tokenflow_requests_overloaded_total", "Requests refused or given up as overloaded "
      "(failed ones too)", None, {"": "num_overloaded"}),
-    ("tokenflow_pauses_total", "Pauses of streams: by the scheduler, those of them against "
-     "their slack, and by the engine itself", "kind",
-     {"all": "num_pauses", "forced": "num_forced_pauses", "internal": "num_internal_pauses"}),
+    ("tokenflow_pauses_total", "Pauses of streams: planned by the scheduler, forced by it against "
+     "their slack, and internal to the engine", "kind",
+     {"planned": "num_planned_pauses", "forced": "num_forced_pauses",
+      "internal": "num_internal_pauses"}),
     ("tokenflow_resumes_total", "Resumes of paused streams", None, {"": "num_resumes"}),
     ("tokenflow_recomputed_tokens_total", "Tokens whose KV a resume had to compute again", None,
      {"": "num_recomputed_tokens"}),
@@ -114,7 +115,8 @@ class MetricsExporter:
 
 def _values(gauges: RuntimeGauges) -> dict[str, float]:
     names = {field for _, _, _, fields in (*_GAUGES, *_COUNTERS) for field in fields.values()}
-    names.discard("num_used_blocks")
+    names -= {"num_used_blocks", "num_planned_pauses"}
     values = {name: float(getattr(gauges, name)) for name in names}
     values["num_used_blocks"] = values["num_total_blocks"] - values["num_free_blocks"]
+    values["num_planned_pauses"] = gauges.num_pauses - gauges.num_forced_pauses
     return values

@@ -28,9 +28,16 @@ WIDE = {
     "max_batch_size": 8,
     "max_num_tokens": 128,
     "max_tokens_in_paged_kv_cache": 1024,
-    "scripted_step_s": 0.0002,
 }
+# For tests whose client must come in before a stream ends: a stream of 100 tokens takes a second.
+SLOW = {"scripted_step_s": 0.01}
 UNCHUNKED = {"enable_chunked_context": False, "max_tokens_in_paged_kv_cache": 128}
+
+
+def _config(engine: Engine, limits: dict[str, object]) -> ServingConfig:
+    """A model sets its own pace, so engines that differ only in that of the script are shared."""
+    pace = {"scripted_step_s": LIMITS["scripted_step_s"]} if engine.is_torch else {}
+    return ServingConfig(**{**LIMITS, **limits, **pace})
 
 
 def _params(engines: Iterable[Engine]) -> list[Any]:
@@ -50,7 +57,7 @@ def _clients(engine: Engine) -> Iterator[Callable[..., Client]]:
     clients: dict[ServingConfig, Client] = {}
 
     def get(**limits: object) -> Client:
-        config = ServingConfig(**{**LIMITS, **limits})
+        config = _config(engine, limits)
         if config not in clients:
             clients[config] = Client(engine.create(config), engine.script)
         return clients[config]
@@ -88,7 +95,7 @@ def fresh(engine: Engine) -> Iterator[Callable[..., Client]]:
     made: list[Client] = []
 
     def get(max_queue_size: int | None = None, **limits: object) -> Client:
-        config = ServingConfig(**{**LIMITS, **limits})
+        config = _config(engine, limits)
         if max_queue_size is None:
             executor = engine.create(config)
         else:

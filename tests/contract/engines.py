@@ -81,13 +81,7 @@ def scripted_engine(
     config: ServingConfig, *, on_progress: object, before_step: Callable[[], None]
 ) -> tuple[Executor, EngineInfo]:
     """What the engine's process runs for `scripted-remote`."""
-    info = EngineInfo(
-        vocab_size=VOCAB,
-        num_blocks=config.max_tokens_in_paged_kv_cache // config.tokens_per_block,
-        tokens_per_block=config.tokens_per_block,
-        max_batch_size=config.max_batch_size,
-        max_seq_len=config.max_seq_len,
-    )
+    info = EngineInfo.from_config(config, vocab_size=VOCAB)
     return in_process(GatedRunner(scripted_runner(config), before_step), config), info
 
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from tests.contract.conftest import BOUNDED, PAUSING, UNCHUNKED, WIDE
+from tests.contract.conftest import BOUNDED, PAUSING, SLOW, UNCHUNKED, WIDE
 from tests.contract.test_responses import PROMPT, reference
 from tokenflow.executor.api import FinishReason, OutputConfig, Request
 
@@ -35,7 +35,9 @@ def test_higher_priority_first_then_arrival(client_with):
     blockers = [client.enqueue((i, 7), 90 if i else 40, priority=1.0) for i in range(8)]
     client.wait_tokens(blockers[-1], 1)  # the first of them frees its slot, the only one, later
     priorities = (0.1, 0.9, 0.5, 0.9)
-    ids = [client.enqueue((i, 2), 2, priority=p) for i, p in enumerate(priorities)]
+    ids = client.enqueue_together(
+        [client.request((i, 2), 2, priority=p) for i, p in enumerate(priorities)]
+    )
     client.wait(*ids)
     assert [i for i in client.order if i in ids] == [ids[1], ids[3], ids[2], ids[0]]
 
@@ -46,7 +48,9 @@ def test_small_pool_changes_nothing_but_time(engine, client_with, policy):
     prompts = [long_prompt(i, 60) for i in range(6)]  # each 15 blocks in the end
     alone = [reference(client, prompt, 60) for prompt in prompts]
     client.settle()
-    ids = [client.enqueue(prompt, 60, cache_salt_id=client.new_salt()) for prompt in prompts]
+    ids = client.enqueue_together(
+        [client.request(prompt, 60, cache_salt_id=client.new_salt()) for prompt in prompts]
+    )
     client.wait(*ids)
     for output, request_id in zip(alone, ids, strict=True):
         assert engine.same(output, client.outputs[request_id])
@@ -94,7 +98,8 @@ def test_prefix_and_partial_block_are_reused(engine, client):
     assert num_reused(other) == 0
 
 
-def test_blocks_are_reused_while_their_owner_runs(engine, client):
+def test_blocks_are_reused_while_their_owner_runs(engine, client_with):
+    client = client_with(**SLOW)
     prompt, salt = long_prompt(4, 40), client.new_salt()
     owner = client.enqueue(prompt, 100, cache_salt_id=salt)
     client.wait_tokens(owner, 1)
@@ -117,7 +122,9 @@ def test_resume_recomputes_one_token(client):
 
 def test_statistics(client_with):
     client = client_with(**WIDE)
-    ids = [client.enqueue((i, 1, 2, 3), 20, cache_salt_id=client.new_salt()) for i in range(9)]
+    ids = client.enqueue_together(
+        [client.request((i, 1, 2, 3), 20, cache_salt_id=client.new_salt()) for i in range(9)]
+    )
     client.wait(*ids)
     client.until(lambda: client.stats and client.stats[-1].num_active_requests == 0)
     stats = client.stats
@@ -128,7 +135,7 @@ def test_statistics(client_with):
     assert max(s.num_queued_requests for s in stats) == 1
     assert all(s.num_active_requests <= s.max_num_active_requests == 8 for s in stats)
     assert all(a.end_time <= b.end_time for a, b in itertools.pairwise(stats))
-    assert abs(stats[-1].end_time - time.monotonic()) < 20
+    assert abs(stats[-1].end_time - time.monotonic()) < 60
     for s in stats:
         kv = s.kv_cache_stats
         assert kv.free_num_blocks + kv.used_num_blocks == kv.max_num_blocks == 128
@@ -140,7 +147,7 @@ def test_statistics(client_with):
 def test_await_returns_empty_after_its_timeout(client):
     start = time.monotonic()
     assert client.executor.await_responses(timedelta(milliseconds=50)) == []
-    assert 0.04 < time.monotonic() - start < 5
+    assert 0.04 < time.monotonic() - start < 30
     assert client.executor.get_num_responses_ready() == 0
 
 
@@ -169,7 +176,7 @@ def test_ids_are_unique_from_many_threads(client):
 
 @pytest.mark.parametrize("engine", BOUNDED, indirect=True)
 def test_full_queue_raises(fresh):
-    client = fresh(max_queue_size=2, max_batch_size=1)
+    client = fresh(max_queue_size=2, max_batch_size=1, **SLOW)
     blocker = client.enqueue(PROMPT, 200)
     client.wait_tokens(blocker, 1)
     queued = [client.enqueue((i,), 2) for i in range(2)]
@@ -177,7 +184,9 @@ def test_full_queue_raises(fresh):
         client.enqueue((3,), 2)
     client.executor.cancel_request(queued[0])
     client.wait(queued[0])
-    client.wait(client.enqueue((4,), 2), queued[1])
+    replacement = client.enqueue((4,), 2)
+    client.executor.cancel_request(blocker)
+    client.wait(blocker, replacement, queued[1])
 
 
 def test_shutdown(fresh):
@@ -197,7 +206,7 @@ def test_shutdown(fresh):
     waiter = threading.Thread(target=wait_for_ever)
     waiter.start()
     client.executor.shutdown()
-    waiter.join(10)
+    waiter.join(30)
     assert not waiter.is_alive()
     assert len(raised) == 1
     client.executor.shutdown()

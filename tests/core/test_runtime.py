@@ -202,12 +202,14 @@ def test_a_lost_engine_ends_running_waiting_and_later_requests() -> None:
         )
         for n in range(8)
     ]
-    sink.wait_tokens(handles[0], 3)
-    executor.die()
-    sink.wait_ends(handles, 2.0)
-    assert all("killed by signal 9" in (sink.end(h).error or "") for h in handles)
-    runtime.shutdown(5.0)
-    executor.shutdown()
+    try:
+        sink.wait_tokens(handles[0], 3)
+        executor.die()
+        sink.wait_ends(handles)
+        assert all("killed by signal 9" in (sink.end(h).error or "") for h in handles)
+    finally:
+        runtime.shutdown(5.0)
+        executor.shutdown()
 
 
 def test_an_idle_runtime_uses_no_processor(served: Served) -> None:

@@ -111,7 +111,7 @@ class Factory:
         self.servers: list[TritonServer] = []
 
     def make(self, *, exit_timeout_s: int = 5, **changes: object) -> TritonServer:
-        config = dataclasses.replace(self._config, **changes)  # type: ignore[arg-type]
+        config = dataclasses.replace(self._config, **changes)
         number = len(self.servers)
         server = TritonServer(
             render_repository(config, self._folder / f"repository{number}"),
@@ -124,5 +124,5 @@ class Factory:
     def start(self, *, exit_timeout_s: int = 5, **changes: object) -> TritonServer:
         server = self.make(exit_timeout_s=exit_timeout_s, **changes)
         server.start()
-        server.wait_ready(60)
+        server.wait_ready(90)
         return server

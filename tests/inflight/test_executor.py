@@ -109,7 +109,7 @@ def test_statistics_are_bounded_and_can_be_off(make):
         executor = make(ScriptedRunner(SCRIPT, VOCAB), iter_stats_max_iterations=limit)
         executor.enqueue_request(request([1], 20, streaming=False))
         assert len(take(executor)) == 1
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         stats = []
         while kept and not stats and time.monotonic() < deadline:
             stats = executor.get_latest_iteration_stats()
@@ -149,12 +149,18 @@ def test_idle_engine_sleeps(make):
 
 
 def test_shutdown_finishes_active_requests_and_drops_queued_ones(make):
-    runner = ScriptedRunner(SCRIPT, VOCAB, step_s=0.002)
+    runner = SteppedRunner()
     executor = make(runner, max_batch_size=1)
     executor.enqueue_request(request([1], 20))
     executor.enqueue_request(request([2], 20))
+    runner.step()
     take(executor)
-    executor.shutdown()
+    closer = threading.Thread(target=executor.shutdown)
+    closer.start()
+    while executor.can_enqueue_requests():
+        time.sleep(0.001)
+    runner.allowed.release(1000)
+    closer.join(30)
     assert runner.num_steps == 20
     assert runner.num_requests == 0
 

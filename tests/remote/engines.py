@@ -176,13 +176,7 @@ def _stats(iteration: int, num_active: int) -> IterationStats:
 
 
 def _info(config: ServingConfig) -> EngineInfo:
-    return EngineInfo(
-        vocab_size=1000,
-        num_blocks=config.max_tokens_in_paged_kv_cache // config.tokens_per_block,
-        tokens_per_block=config.tokens_per_block,
-        max_batch_size=config.max_batch_size,
-        max_seq_len=config.max_seq_len,
-    )
+    return EngineInfo.from_config(config, vocab_size=1000)
 
 
 def counting(

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.remote.engines import _response
+from tests.remote.helpers import LIMIT_S, wait_until
 from tokenflow.errors import EngineError
 from tokenflow.executor.api import FinishReason, Request, Response, SamplingConfig
 from tokenflow.executor.backpressure import CommandSender, ResponseOutbox
@@ -191,7 +192,7 @@ def test_push_waits_for_an_acknowledgement_and_the_gate_closes(pair: Pair) -> No
     assert [message.seq for message in peer.receive()] == [1, 2]
     outbox.acknowledge(2)
     for thread in threads:
-        thread.join(5)
+        thread.join(LIMIT_S)
     assert stepped.is_set()
     assert [(m.seq, m.responses[0].request_id) for m in peer.receive()] == [(3, 3)]
 
@@ -209,16 +210,15 @@ def test_gate_closes_when_nobody_pulls(pair: Pair) -> None:
 
     thread = threading.Thread(target=engine)
     thread.start()
-    time.sleep(0.05)
-    ahead = num_steps
-    time.sleep(0.02)
-    assert num_steps == ahead == 16
-    outbox.note_pull()
-    time.sleep(0.05)
-    assert num_steps == 32
+    for num_pulls in (1, 2):
+        wait_until(lambda limit=16 * num_pulls: num_steps >= limit)
+        time.sleep(0.05)
+        assert num_steps == 16 * num_pulls, "it went on without a pull"
+        if num_pulls == 1:
+            outbox.note_pull()
     closed.set()
     outbox.close()
-    thread.join(5)
+    thread.join(LIMIT_S)
     assert not thread.is_alive()
 
 
@@ -248,7 +248,7 @@ def test_close_opens_everything_and_drops(pair: Pair) -> None:
     waiting = threading.Thread(target=outbox.push, args=([_token(2)], []))
     waiting.start()
     outbox.close()
-    waiting.join(5)
+    waiting.join(LIMIT_S)
     assert not waiting.is_alive()
     outbox.wait_open()
     outbox.push([_token(3)], [])
@@ -277,7 +277,7 @@ def test_batch_over_the_limit_goes_in_parts_and_a_lone_monster_becomes_an_error(
             message = decode_from_host(payload)
             assert isinstance(message, Iteration)
             responses += message.responses
-    pusher.join(5)
+    pusher.join(LIMIT_S)
     assert [r.request_id for r in responses] == [1, 2, 3, 4, 5]
     assert responses[:3] == batch[:3]
     assert responses[3].client_id == 8

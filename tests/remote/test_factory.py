@@ -96,14 +96,14 @@ def test_missing_checkpoint_is_named_here_and_over_there() -> None:
 
 def test_each_step_waits_at_the_gate() -> None:
     gate = threading.Semaphore(3)
-    executor, _ = create_engine(SCRIPTED, before_step=gate.acquire)  # type: ignore[arg-type]
+    executor, _ = create_engine(SCRIPTED, before_step=gate.acquire)
     id = executor.enqueue_request(Request(input_token_ids=(0,), max_tokens=5))
     received = []
     while len(received) < 3:
         received += executor.await_responses(timedelta(seconds=5))
     assert executor.await_responses(timedelta(milliseconds=100)) == []
     gate.release(100)
-    received += collect(executor, [id])  # type: ignore[arg-type]
+    received += collect(executor, [id])
     executor.shutdown()
     assert tokens(received, id) == [1, 2, 3, 4, 5]
 

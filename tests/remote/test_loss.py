@@ -17,9 +17,18 @@ from random import Random
 import pytest
 
 from tests.remote.engines import CRASH_TOKEN
-from tests.remote.helpers import collect, engine, is_running, request, tokens, wait_until_gone
+from tests.remote.helpers import (
+    LIMIT_S,
+    collect,
+    engine,
+    is_running,
+    request,
+    tokens,
+    wait_until,
+)
 from tokenflow.config import ServingConfig, format_parameters
 from tokenflow.errors import EngineError, EngineLostError
+from tokenflow.executor.api import Response
 from tokenflow.executor.channel import (
     Ack,
     EngineInfo,
@@ -39,7 +48,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def _load(kind: str, **options: object) -> None:
     config = ServingConfig(engine="scripted")
-    RemoteExecutor(config, factory=f"tests.remote.engines:{kind}", **options)  # type: ignore[arg-type]
+    RemoteExecutor(config, factory=f"tests.remote.engines:{kind}", **options)
 
 
 # -- the engine dies -----------------------------------------------------------------------------
@@ -72,7 +81,7 @@ def test_kill_in_the_middle_of_decoding_ends_each_request_once() -> None:
             assert received == list(range(len(received)))
             assert received
         with pytest.raises(EngineLostError):
-            executor.await_responses(timedelta(seconds=5))
+            executor.await_responses(timedelta(seconds=LIMIT_S))
 
 
 def test_crash_in_a_step_quotes_the_last_line_of_its_log() -> None:
@@ -83,22 +92,21 @@ def test_crash_in_a_step_quotes_the_last_line_of_its_log() -> None:
         assert "about to crash in a step" in response.error_msg
 
 
-def test_loss_is_noticed_at_once_by_a_blocked_caller() -> None:
+def test_loss_is_noticed_by_a_caller_that_is_blocked_without_limit() -> None:
     with engine() as executor:
-        noticed: list[float] = []
+        noticed = threading.Event()
 
         def block() -> None:
             with pytest.raises(EngineLostError):
                 executor.await_responses()
-            noticed.append(time.monotonic())
+            noticed.set()
 
         thread = threading.Thread(target=block)
         thread.start()
-        time.sleep(0.05)
-        start = time.monotonic()
+        assert not noticed.wait(0.05)
         os.kill(executor.pid, signal.SIGKILL)
-        thread.join(5)
-        assert noticed[0] - start < 0.5
+        assert noticed.wait(LIMIT_S)
+        thread.join(LIMIT_S)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -108,24 +116,30 @@ def test_every_request_has_one_end_whenever_the_engine_dies(seed: int) -> None:
     enqueued: list[int] = []
     with engine(window=2) as executor:
 
-        def enqueue() -> None:
-            with pytest.raises(EngineLostError):  # noqa: PT012
-                while True:
-                    ids = executor.enqueue_requests([request(1 + len(enqueued) % 5)] * 3)
-                    enqueued.extend(ids)
-                    executor.cancel_request(ids[1])
+        def enqueue_for_ever() -> None:
+            while True:
+                ids = executor.enqueue_requests([request(1 + len(enqueued) % 5)] * 3)
+                enqueued.extend(ids)
+                executor.cancel_request(ids[1])
 
-        threads = [threading.Thread(target=enqueue) for _ in range(2)]
+        def await_for_ever() -> None:
+            while True:
+                responses.extend(executor.await_responses())
+
+        def caller() -> None:
+            with pytest.raises(EngineLostError):
+                enqueue_for_ever()
+
+        responses: list[Response] = []
+        threads = [threading.Thread(target=caller) for _ in range(2)]
         for thread in threads:
             thread.start()
-        responses = []
         timer = threading.Timer(random.uniform(0.0, 0.1), os.kill, (executor.pid, signal.SIGKILL))
         timer.start()
-        with pytest.raises(EngineLostError):  # noqa: PT012
-            while True:
-                responses += executor.await_responses()
+        with pytest.raises(EngineLostError):
+            await_for_ever()
         for thread in [*threads, timer]:
-            thread.join(5)
+            thread.join(LIMIT_S)
     finals = [r.request_id for r in responses if r.has_error() or r.result.is_final]
     assert sorted(finals) == sorted(enqueued)
 
@@ -219,7 +233,7 @@ class _Host:
         self._messages: list[object] = []
 
     def next_message(self) -> object:
-        self.socket.settimeout(10)
+        self.socket.settimeout(LIMIT_S)
         while not self._messages:
             data = self.socket.recv(1 << 16)
             assert data, "the host closed the channel"
@@ -227,7 +241,7 @@ class _Host:
         return self._messages.pop(0)
 
     def end(self) -> tuple[int, str]:
-        _, stderr = self.process.communicate(timeout=10)
+        _, stderr = self.process.communicate(timeout=LIMIT_S)
         self.socket.close()
         return self.process.returncode, stderr.decode()
 
@@ -270,10 +284,8 @@ def test_end_of_the_channel_ends_the_host_idle_and_loading(kind: str) -> None:
     while not isinstance(host.next_message(), Ready if kind == "counting" else Progress):
         pass
     host.socket.close()
-    start = time.monotonic()
     returncode, _ = host.end()
     assert returncode == EXIT_PARENT_GONE
-    assert time.monotonic() - start < 2.0
 
 
 def test_host_ignores_an_interrupt_but_not_a_termination() -> None:
@@ -329,7 +341,7 @@ def test_kill_of_the_parent_ends_the_engine(kind: str, phase: str) -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    assert wait_until_gone(pid, limit_s=2.0) < 2.0
+    wait_until(lambda: not is_running(pid))
 
 
 _PARENT_WITHOUT_CHANNEL = """
@@ -364,7 +376,7 @@ def test_kernel_kills_the_host_even_when_the_channel_stays_open() -> None:
         parent.kill()
         parent.wait()
         parent.stdout.close()
-        wait_until_gone(pid, limit_s=2.0)
+        wait_until(lambda: not is_running(pid))
 
 
 def test_host_started_by_a_parent_that_is_gone_ends_at_once() -> None:
@@ -374,6 +386,6 @@ def test_host_started_by_a_parent_that_is_gone_ends_at_once() -> None:
             _host_command(theirs.fileno(), 1),
             env=child_environment(os.environ, 0),
             pass_fds=(theirs.fileno(),),
-            timeout=10,
+            timeout=LIMIT_S,
         )
         assert child.returncode == EXIT_PARENT_GONE

@@ -10,7 +10,15 @@ from datetime import timedelta
 
 import pytest
 
-from tests.remote.helpers import collect, engine, is_running, request, tokens
+from tests.remote.helpers import (
+    LIMIT_S,
+    collect,
+    engine,
+    is_running,
+    request,
+    tokens,
+    wait_until,
+)
 from tokenflow.config import ServingConfig
 from tokenflow.errors import EngineError, EngineLostError
 from tokenflow.executor.api import Executor, FinishReason, Request
@@ -38,7 +46,7 @@ def test_streams_requests_and_statistics() -> None:
         assert last.result.log_probs == [[-2.0]]
         assert executor.get_num_responses_ready() == 0
         stats = []
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + LIMIT_S
         while not stats or stats[-1].num_active_requests:
             assert time.monotonic() < deadline
             stats += executor.get_latest_iteration_stats()
@@ -105,7 +113,7 @@ def test_await_times_out_and_idle_engine_says_nothing() -> None:
     with engine() as executor:
         start = time.monotonic()
         assert executor.await_responses(timedelta(seconds=0.1)) == []
-        assert 0.09 < time.monotonic() - start < 1.0
+        assert 0.09 < time.monotonic() - start < LIMIT_S
         assert executor.await_responses(timedelta(0)) == []
         assert executor.get_latest_iteration_stats() == []
 
@@ -144,7 +152,7 @@ def test_after_shutdown_every_call_raises_and_shutdown_is_idempotent() -> None:
         for thread in closers:
             thread.start()
         for thread in [*closers, awaiter]:
-            thread.join(5)
+            thread.join(LIMIT_S)
         assert awaiter_raised.is_set()
         assert not is_running(pid)
         assert not executor.can_enqueue_requests()
@@ -160,13 +168,13 @@ def test_after_shutdown_every_call_raises_and_shutdown_is_idempotent() -> None:
         executor.shutdown()
 
 
-def test_shutdown_with_requests_in_flight_is_quick() -> None:
-    with engine(step_s=0.01) as executor:
+def test_shutdown_waits_neither_for_requests_in_flight_nor_to_use_force() -> None:
+    with engine(step_s=0.01, stop_wait_s=10 * LIMIT_S) as executor:
         executor.enqueue_requests([request(100_000)] * 20)
         executor.await_responses()
         start = time.monotonic()
         executor.shutdown()
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < LIMIT_S
 
 
 def test_shutdown_of_a_stuck_engine_is_bounded() -> None:
@@ -174,7 +182,7 @@ def test_shutdown_of_a_stuck_engine_is_bounded() -> None:
         pid = executor.pid
         start = time.monotonic()
         executor.shutdown()
-        assert 0.4 <= time.monotonic() - start < 2.0
+        assert 0.4 <= time.monotonic() - start < LIMIT_S
         assert not is_running(pid)
 
 
@@ -185,10 +193,9 @@ def test_engine_waits_for_a_caller_that_does_not_read_and_loses_nothing() -> Non
     window = 4
     with engine(step_s=0.001, window=window) as executor:
         id = executor.enqueue_request(request(300))
-        num_ready = -1
-        while num_ready != (num_ready := executor.get_num_responses_ready()):
-            time.sleep(0.2)
-        assert window <= num_ready <= 8 * window, "the engine went on stepping"
+        wait_until(lambda: executor.get_num_responses_ready() >= window)
+        time.sleep(0.4)  # enough for all 300 where nothing stops it
+        assert executor.get_num_responses_ready() <= 8 * window, "the engine went on stepping"
         assert tokens(collect(executor, [id]), id) == list(range(300))
 
 
@@ -198,13 +205,17 @@ def test_engine_that_takes_no_commands_never_blocks_the_caller() -> None:
         try:
             large = Request(input_token_ids=(1, 2, 3) * 10_000, max_tokens=2)
             accepted: list[int] = []
-            start = time.monotonic()
-            with pytest.raises(EngineError, match="takes no commands"):  # noqa: PT012
+
+            def enqueue_many() -> None:
                 while len(accepted) < 1000:
                     accepted.append(executor.enqueue_request(large))
+
+            start = time.monotonic()
+            with pytest.raises(EngineError, match="takes no commands"):
+                enqueue_many()
             for id in accepted:
                 executor.cancel_request(id)
-            assert time.monotonic() - start < 2.0
+            assert time.monotonic() - start < LIMIT_S
             assert executor.await_responses(SHORT) == []
         finally:
             os.kill(executor.pid, signal.SIGCONT)

@@ -137,7 +137,7 @@ def test_an_unschedulable_newcomer_makes_nobody_yield() -> None:
 def test_unread_text_bridges_a_short_answer_beyond_the_capacity() -> None:
     """The same readers, far ahead, and a newcomer that is done before they have read it."""
     fast = {"read_rate": 12.0, "max_tokens": 1000}
-    far, near = running(60.0, **fast), running(6.0, **fast)
+    far, near = running(90.0, **fast), running(6.0, **fast)
 
     def newcomer(max_tokens: int) -> dict[str, Any]:
         return waiting(read_rate=20.0, max_tokens=max_tokens)

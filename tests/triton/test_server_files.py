@@ -23,6 +23,7 @@ from triton_backend.metrics_export import MetricKinds, MetricsExporter
 from triton_backend.repository import fill, find_templates, render_repository
 from triton_backend.watchdog import ServerWatchdog
 
+_CHECKOUT = Path(__file__).resolve().parents[2]
 _PARAMETER = re.compile(r'key: "(\w+)" value: \{ string_value: "((?:[^"\\]|\\.)*)" \}')
 
 
@@ -35,6 +36,7 @@ def test_rendered_repository_says_what_the_config_says(tmp_path: Path) -> None:
     config = ServingConfig(
         gpt_model_path=str(tmp_path / 'my "model"'),
         default_read_rate=4.5,
+        scheduling_policy="fcfs-reserve",
         enable_kv_cache_reuse=False,
     )
     folder = render_repository(config, tmp_path / "repo")
@@ -61,11 +63,6 @@ def test_relative_paths_become_absolute(tmp_path: Path) -> None:
     assert parameters["tokenizer_dir"] == ""
 
 
-def test_other_model_name(tmp_path: Path) -> None:
-    folder = render_repository(ServingConfig(), tmp_path, name="chat")
-    assert 'name: "chat"' in (folder / "chat" / "config.pbtxt").read_text()
-
-
 def test_values_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trace_path"):
         render_repository(ServingConfig(trace_path="a\nb"), tmp_path)
@@ -80,7 +77,8 @@ def test_shim_finds_the_checkout_without_installation(tmp_path: Path) -> None:
     folder = render_repository(ServingConfig(), tmp_path)
     code = (
         "import sys, types\n"
-        "sys.path[:] = [p for p in sys.path if 'tokenflow' not in p]\n"
+        f"sys.path[:] = [p for p in sys.path if p not in ('', {str(_CHECKOUT)!r})]\n"
+        "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f)]\n"
         "class Anything(types.ModuleType):\n"
         "    def __getattr__(self, name): return Anything\n"
         "sys.modules['triton_python_backend_utils'] = Anything('x')\n"
@@ -94,8 +92,12 @@ def test_shim_finds_the_checkout_without_installation(tmp_path: Path) -> None:
     assert result.stdout.strip() == "triton_backend.model", result.stderr
 
 
-def test_machine_is_fine_here() -> None:
-    assert check_machine(find_free_ports()) == []
+def test_a_known_python_room_in_shm_and_free_ports_are_no_problem(tmp_path: Path) -> None:
+    """`tmp_path` stands for a /dev/shm of the size of a disk. What else the machine lacks, the
+    server itself, is not for this test to say."""
+    problems = check_machine(find_free_ports(), shm_path=tmp_path, python_version=(3, 12))
+    words = ("Python 3.12:", str(tmp_path), "_port")
+    assert not [problem for problem in problems if any(word in problem.what for word in words)]
 
 
 def test_machine_problems_are_named_with_the_line_to_run(tmp_path: Path) -> None:
@@ -111,8 +113,8 @@ def test_ports_in_use_are_named() -> None:
         ports = dataclasses.replace(find_free_ports(), grpc=taken.getsockname()[1])
         with pytest.raises(ConfigError, match=f"^grpc_port: {ports.grpc} "):
             require_free_ports(ports)
-        (problem,) = check_machine(ports)
-        assert "grpc_port" in problem.what
+        problems = check_machine(ports)
+        assert "grpc_port" in problems[-1].what
     require_free_ports(ports)
 
 
@@ -220,7 +222,7 @@ def test_metrics_follow_the_runtime() -> None:
     assert value("tokenflow_active_requests", state="paused") == 3
     assert value("tokenflow_kv_blocks", state="used") == 6
     assert value("tokenflow_requests_total", outcome="ok") == 5
-    assert value("tokenflow_pauses_total", kind="all") == 6
+    assert value("tokenflow_pauses_total", kind="planned") == 6
     assert value("tokenflow_healthy") == 0
     assert Family.made["tokenflow_ttft_seconds"][0].observed == [0.2, 0.4]
 
@@ -238,7 +240,7 @@ def test_watchdog_leaves_when_the_server_is_gone() -> None:
         lambda: lost.append(1), get_parent=lambda: next(parents), exit=exit, check_period_s=0.01
     )
     watchdog.start()
-    assert done.wait(5)
+    assert done.wait(30)
     watchdog.stop()
     assert (lost, exits) == ([1], [1])
 
@@ -247,11 +249,11 @@ def test_watchdog_does_not_wait_for_a_cleanup_that_hangs() -> None:
     parents = iter([10, 1])
     hang, done = threading.Event(), threading.Event()
     watchdog = ServerWatchdog(
-        lambda: hang.wait(20) and None, get_parent=lambda: next(parents),
+        lambda: hang.wait(600) and None, get_parent=lambda: next(parents),
         exit=lambda code: done.set(), check_period_s=0.01, cleanup_limit_s=0.05,
     )  # fmt: skip
     watchdog.start()
-    assert done.wait(2)
+    assert done.wait(30)
     hang.set()
     watchdog.stop()
 

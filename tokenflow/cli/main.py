@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from tokenflow.cli import bench, doctor, model, serve
 from tokenflow.errors import TokenFlowError
@@ -36,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=version("tokenflow-triton"))
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in (doctor, model, serve, bench):
         module.add_parser(commands)

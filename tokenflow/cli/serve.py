@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from tokenflow.cli.flags import add_config_flags, config_from_flags
 from tokenflow.cli.model import ensure_model
+from tokenflow.config import ServingConfig
+from tokenflow.errors import ConfigError
 from tokenflow.progress import Waiting
 
 if TYPE_CHECKING:
@@ -72,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         http=arguments.http_port, grpc=arguments.grpc_port, metrics=arguments.metrics_port
     )
     require_free_ports(ports, arguments.host)
+    _check_model_path(config)
     if not config.gpt_model_path and config.engine == "inflight":
         config = config_from_flags(arguments, gpt_model_path=str(ensure_model()))
     with tempfile.TemporaryDirectory(prefix="tokenflow-serve-") as scratch, _sigterm_as_ctrl_c():
@@ -93,6 +96,13 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
         finally:
             _stop(server)
+
+
+def _check_model_path(config: ServingConfig) -> None:
+    """Say here, in one line, what the server would say after loading half of itself."""
+    path = config.gpt_model_path
+    if path and not (Path(path) / "config.json").exists():
+        raise ConfigError("gpt_model_path", f"no config.json in {path}: not a checkpoint folder")
 
 
 def what_to_try(http_url: str, grpc_url: str, metrics_url: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from tokenflow.config import ServingConfig
 from tokenflow.errors import EngineError
 from tokenflow.executor.api import IterationStats, Request, Response
 
@@ -30,6 +31,17 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_block: int
     max_batch_size: int
     max_seq_len: int
+
+    @classmethod
+    def from_config(cls, config: ServingConfig, *, vocab_size: int) -> EngineInfo:
+        """An engine with the limits of `config`."""
+        return cls(
+            vocab_size=vocab_size,
+            num_blocks=config.max_tokens_in_paged_kv_cache // config.tokens_per_block,
+            tokens_per_block=config.tokens_per_block,
+            max_batch_size=config.max_batch_size,
+            max_seq_len=config.max_seq_len,
+        )
 
 
 class Setup(msgspec.Struct, frozen=True, tag="setup"):

@@ -96,13 +96,7 @@ def create_engine(
     Raises ConfigError naming the key that is refused, CapacityError when the KV pool does not fit.
     """
     runner = _create_runner(config, on_progress or _no_progress)
-    info = EngineInfo(
-        vocab_size=runner.vocab_size,
-        num_blocks=config.max_tokens_in_paged_kv_cache // config.tokens_per_block,
-        tokens_per_block=config.tokens_per_block,
-        max_batch_size=config.max_batch_size,
-        max_seq_len=config.max_seq_len,
-    )
+    info = EngineInfo.from_config(config, vocab_size=runner.vocab_size)
     if before_step is not None:
         runner = GatedRunner(runner, before_step)
     return InflightExecutor(runner, config.executor_config()), info

@@ -125,6 +125,8 @@ def _check_blocks(num_input_tokens: int, max_tokens: int, limits: AdmissionLimit
 
 
 def _check_sampling(sampling: SamplingConfig) -> None:
+    """The only check of the ranges: runners rely on it. An unset top_p is None; 0 is refused."""
+
     def require(name: str, ok: bool, rule: str) -> None:
         if not ok:
             raise InvalidRequestError(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -36,7 +36,7 @@ class TorchRunner:
     """Implements `runner.Runner`. Used from one thread only.
 
     model_path: checkpoint folder (see `torch_loading`). device: "cpu", "cuda" or "cuda:N".
-    dtype: of weights and KV. num_threads: of this whole process on a CPU, 0 = all cores.
+    dtype: of weights and KV. num_threads: see `set_threads`.
     progress: told the fraction of the weights that is loaded.
     Raises ConfigError naming the key when a value or the checkpoint is refused.
     """
@@ -54,7 +54,7 @@ class TorchRunner:
         self._dtype = _DTYPES[dtype]
         self._device = _open_device(device)
         if self._device.type == "cpu":
-            _set_threads(num_threads)
+            set_threads(num_threads, os.environ)
         with torch.inference_mode():
             decoder = load_decoder(
                 Path(model_path),
@@ -102,7 +102,7 @@ class TorchRunner:
         logger.info("KV pool: %d blocks, %.0f MB", num_blocks, self._pool.size_bytes / 1e6)
 
     def add_request(self, request_id: int, request: Request) -> None:
-        """See Runner. Raises ValueError for a sampling parameter out of range."""
+        """See Runner. Its sampling parameters are in range (`admission`)."""
         self._sampler.add(request_id, request)
 
     def remove_request(self, request_id: int) -> None:
@@ -163,9 +163,12 @@ def _open_device(name: str) -> torch.device:
     return device
 
 
-def _set_threads(num_threads: int) -> None:
-    torch.set_num_threads(num_threads or os.cpu_count() or 1)
-    if os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
+def set_threads(num_threads: int, environment: Mapping[str, str]) -> None:
+    """Threads of this whole process on a CPU; 0 = one for each core that it may run on, which the
+    cpuset of a container or `taskset` makes fewer than the machine has.
+    environment: this process's, as it was when torch was loaded."""
+    torch.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
+    if environment.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
         # Threads that spin while they wait make a step many times slower as soon as another
         # process wants a core. OpenMP reads the variable once, when torch is loaded.
         logger.warning("OMP_WAIT_POLICY is not PASSIVE: set it before this process starts")

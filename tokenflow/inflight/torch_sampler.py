@@ -1,9 +1,10 @@
 """Choice of the next token for a whole batch at once.
 
 Owns the sampling parameters of live requests and the meaning of each (see `SamplingConfig`):
-greedy when top_k and top_p are both unset (None or 0), when top_k is 1 or temperature is 0;
+greedy when top_k (None or 0) and top_p (None) are both unset, when top_k is 1 or temperature is 0;
 otherwise temperature, then the top_k best, then the smallest set of them whose share is at least
-top_p, then one draw. While num_generated < min_tokens the end token is never chosen.
+top_p, then one draw. While num_generated < min_tokens the end token is never chosen. The ranges are
+checked in one place, `admission`, before a request comes here.
 
 Invariants: a choice depends on the row of logits, the request's parameters and num_generated only,
 never on the slot or on the other rows; tokens of equal probability are taken by ascending id; the
@@ -38,8 +39,7 @@ class Sampler:
         self._batch: _BatchParameters | None = None
 
     def add(self, request_id: int, request: Request) -> None:
-        """Remember a request. Raises ValueError that names a parameter out of range."""
-        check_sampling_config(request.sampling_config)
+        """Remember a request; its parameters are in range."""
         self._requests[request_id] = request
         self._batch = None
 
@@ -115,28 +115,14 @@ class _BatchParameters:
         top_k = [min(c.top_k, vocab_size) if c.top_k else vocab_size for c in drawn]
         self.temperature = torch.tensor(temperature, dtype=torch.float32, device=device)
         self.top_k = torch.tensor(top_k, dtype=torch.int64, device=device)
-        self.top_p = torch.tensor(
-            [c.top_p or 1.0 for c in drawn], dtype=torch.float64, device=device
-        )
+        top_p = [1.0 if c.top_p is None else c.top_p for c in drawn]
+        self.top_p = torch.tensor(top_p, dtype=torch.float64, device=device)
 
 
 def is_greedy(config: SamplingConfig) -> bool:
     """True if the most likely token is taken, without a draw."""
-    return (not config.top_k and not config.top_p) or config.top_k == 1 or config.temperature == 0
-
-
-def check_sampling_config(config: SamplingConfig) -> None:
-    """Raises ValueError that names the first parameter out of range."""
-    if config.temperature is not None and not 0 <= config.temperature < math.inf:
-        raise ValueError(f"temperature must be >= 0, got {config.temperature}")
-    if config.top_k is not None and config.top_k < 0:
-        raise ValueError(f"top_k must be >= 0, got {config.top_k}")
-    if config.top_p is not None and not 0 <= config.top_p <= 1:
-        raise ValueError(f"top_p must be in [0, 1], got {config.top_p}")
-    if config.seed is not None and not 0 <= config.seed < 1 << 64:
-        raise ValueError(f"seed must be in [0, 2^64), got {config.seed}")
-    if config.min_tokens is not None and config.min_tokens < 0:
-        raise ValueError(f"min_tokens must be >= 0, got {config.min_tokens}")
+    unset = not config.top_k and config.top_p is None
+    return unset or config.top_k == 1 or config.temperature == 0
 
 
 def uniforms(
