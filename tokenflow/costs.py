@@ -57,6 +57,7 @@ class CostModel:
         self._num_observed = 0
         self._pauses: deque[float] = deque(maxlen=_NUM_ROUND_TRIPS)
         self._resumes: deque[float] = deque(maxlen=_NUM_ROUND_TRIPS)
+        self._estimate: CostEstimate | None = None  # until the next observation
 
     @property
     def num_observed(self) -> int:
@@ -70,6 +71,7 @@ class CostModel:
         if seconds <= 0 or batching.num_scheduled_requests <= 0:
             return
         raw = (1, batching.num_gen_requests, stats.num_gen_context_tokens, batching.num_ctx_tokens)
+        self._estimate = None
         self._features.append(np.array(raw, dtype=np.float64) / _SCALES)
         self._seconds.append(seconds)
         self._num_observed += 1
@@ -79,16 +81,24 @@ class CostModel:
 
     def observe_pause(self, seconds: float) -> None:
         """Learn from one pause: from cancel to its final response."""
+        self._estimate = None
         self._pauses.append(max(0.0, seconds))
 
     def observe_resume(self, seconds: float, num_tokens: int) -> None:
         """Learn from one resume: from enqueue to first token, with `num_tokens` recomputed
         (1 = all kept). The recomputation is taken off: it is charged per request."""
+        self._estimate = None
         recompute_s = max(0, num_tokens - 1) * self._prefill_s_per_token()
         self._resumes.append(max(0.0, seconds - recompute_s))
 
     def estimate(self, plan_interval_s: float) -> CostEstimate:
         """The current figures; `plan_interval_s` is the caller's time between two plans."""
+        known = self._estimate
+        if known is None or known.plan_interval_s != plan_interval_s:
+            known = self._estimate = self._current(plan_interval_s)
+        return known
+
+    def _current(self, plan_interval_s: float) -> CostEstimate:
         theta = self._shape * self._level / _SCALES
         step_s = self._recent_step_s()
         return CostEstimate(

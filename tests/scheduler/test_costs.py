@@ -154,3 +154,14 @@ def test_an_engine_of_half_the_speed_brings_streams_back_earlier() -> None:
 
     assert not resumes(1.0)
     assert resumes(0.5)
+
+
+def test_an_estimate_holds_until_something_new_is_observed() -> None:
+    model = CostModel()
+    first = model.estimate(0.05)
+    assert model.estimate(0.05) is first
+    assert model.estimate(0.1).plan_interval_s == 0.1
+    model.observe_pause(9.0)
+    assert model.estimate(0.05).pause_s > first.pause_s
+    model.observe_resume(9.0, 1)
+    assert model.estimate(0.05).resume_s > first.resume_s
