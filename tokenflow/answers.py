@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tokenflow.executor.api import IterationStats, Result
 from tokenflow.session import Session
@@ -34,16 +34,6 @@ class Counters:
     num_resumes: int = 0
     num_recomputed_tokens: int = 0
     num_output_tokens: int = 0
-    ttft_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_TTFT_SAMPLES))
-
-    def drain_ttft_s(self) -> list[float]:
-        """Times to first token since the last call, for a histogram; any one thread may call it.
-        The oldest are lost beyond some thousands."""
-        values: list[float] = []
-        with contextlib.suppress(IndexError):
-            while True:
-                values.append(self.ttft_s.popleft())
-        return values
 
 
 class Answers:
@@ -52,7 +42,21 @@ class Answers:
     def __init__(self, emit: Callable[[TokenEvent], None], tracer: Tracer) -> None:
         self._emit = emit
         self._tracer = tracer
+        self._ttft_s: deque[float] = deque(maxlen=_MAX_TTFT_SAMPLES)
         self.counters = Counters()
+
+    def first_token(self, session: Session, now: float) -> None:
+        """The request's first token ever is on its way."""
+        self._ttft_s.append(now - session.request.arrival_time)
+
+    def drain_ttft_s(self) -> list[float]:
+        """Times to first token since the last call, for a histogram; any one thread may call it.
+        The oldest are lost beyond some thousands."""
+        values: list[float] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                values.append(self._ttft_s.popleft())
+        return values
 
     def trace(self, event: str, session: Session, now: float, **fields: object) -> None:
         """One trace line about a session."""
@@ -130,10 +134,11 @@ class Answers:
         now: float,
         *,
         retryable: bool = False,
+        overloaded: bool = False,
     ) -> None:
-        """A request that never became a session; retryable when the server was too full."""
+        """A request that never became a session."""
         self.counters.num_failed += 1
-        self.counters.num_overloaded += retryable
+        self.counters.num_overloaded += overloaded
         self._tracer.record("error", now, request_id=request.request_id, reason=message)
         self._emit(
             TokenEvent(

@@ -92,7 +92,7 @@ class Coordinator:
             self.plan(now)  # those who came just before may have a place
         if self._num_unstarted() >= limit:
             message = f"overloaded: {limit} requests are waiting (max_queue_size); try again later"
-            self._answers.refused(handle, request, message, now, retryable=True)
+            self._answers.refused(handle, request, message, now, retryable=True, overloaded=True)
             return
         num_blocks = self.table.num_blocks_at_full_length(request)
         if num_blocks > self._num_total_blocks:
@@ -111,6 +111,15 @@ class Coordinator:
             num_prompt_tokens=len(request.input_token_ids),
             max_tokens=request.max_tokens,
         )
+
+    def refuse(self, handle: int, request: GenerateRequest, message: str, now: float) -> None:
+        """Answer a request that cannot be served now; retryable."""
+        self.counters.num_received += 1
+        self._answers.refused(handle, request, message, now, retryable=True)
+
+    def drain_ttft_s(self) -> list[float]:
+        """Times to first token since the last call; any one thread may call it."""
+        return self._answers.drain_ttft_s()
 
     def cancel(self, handle: int, now: float) -> None:
         """The client left or asked for the end; it gets a CANCELLED event at once."""

@@ -113,7 +113,7 @@ class EngineFeedback:
         if len(session.output_token_ids) == session.request.max_tokens - 1:
             self._changed = True  # it ends in the next step: its place can be given away now
         if first_ever:
-            self._answers.counters.ttft_s.append(now - session.request.arrival_time)
+            self._answers.first_token(session, now)
 
     def _started(self, session: Session, now: float) -> None:
         """First token after an enqueue: the session runs."""

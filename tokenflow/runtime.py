@@ -9,14 +9,16 @@ runtime refuses what comes after.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from tokenflow.answers import Counters
 from tokenflow.clock import Clock, MonotonicClock
 from tokenflow.config import ServingConfig
 from tokenflow.coordinator import Coordinator, Planner
@@ -25,7 +27,7 @@ from tokenflow.executor.api import Executor, Response
 from tokenflow.policies import policy_from_config
 from tokenflow.scheduler import plan
 from tokenflow.trace import Tracer
-from tokenflow.types import EndReason, GenerateRequest, SessionState, TokenEvent
+from tokenflow.types import GenerateRequest, SessionState, TokenEvent
 
 logger = logging.getLogger("tokenflow")
 
@@ -38,7 +40,7 @@ _RUNNING_STATES = (_S.PREFILLING, _S.RUNNING, _S.RESUMING, _S.CANCELLING)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeGauges:
-    """Numbers for metrics, as of the last turn of the loop. Counters are totals since start.
+    """Numbers for metrics, as of the last turn of the loop.
 
     num_waiting counts those in the engine's own queue too; num_running those being cancelled.
     """
@@ -48,18 +50,8 @@ class RuntimeGauges:
     num_paused: int = 0
     num_total_blocks: int = 0
     num_free_blocks: int = 0
-    num_received: int = 0
-    num_ok: int = 0
-    num_failed: int = 0
-    num_cancelled: int = 0
-    num_overloaded: int = 0
-    num_pauses: int = 0
-    num_forced_pauses: int = 0
-    num_internal_pauses: int = 0
-    num_resumes: int = 0
-    num_recomputed_tokens: int = 0
-    num_output_tokens: int = 0
     healthy: bool = True
+    counters: Counters = field(default_factory=Counters)
 
 
 class Runtime:
@@ -82,7 +74,6 @@ class Runtime:
     ) -> None:
         policy = policy_from_config(config)
         self._executor = executor
-        self._emit = emit
         self._clock = clock or MonotonicClock()
         self._coordinator = Coordinator(
             executor, config, planner or (lambda snapshot: plan(snapshot, policy)), emit, tracer
@@ -138,7 +129,7 @@ class Runtime:
 
     def drain_ttft_s(self) -> list[float]:
         """Times to first token (s) since the last call, for a histogram. One caller only."""
-        return self._coordinator.counters.drain_ttft_s()
+        return self._coordinator.drain_ttft_s()
 
     def shutdown(self, timeout_s: float) -> None:
         """End every request (ERROR, retryable) and stop the threads within about `timeout_s`."""
@@ -191,16 +182,7 @@ class Runtime:
     def _on_submit(self, handle: int, request: GenerateRequest) -> None:
         now = self._clock.now()
         if self._failure is not None:
-            self._emit(
-                TokenEvent(
-                    handle=handle,
-                    request_id=request.request_id,
-                    time=now,
-                    end=EndReason.ERROR,
-                    error=self._failure,
-                    retryable=True,
-                )
-            )
+            self._coordinator.refuse(handle, request, self._failure, now)
             return
         self._coordinator.submit(handle, request, now)
 
@@ -235,7 +217,7 @@ class Runtime:
 
     def _read_gauges(self) -> RuntimeGauges:
         coordinator = self._coordinator
-        table, counters = coordinator.table, coordinator.counters
+        table = coordinator.table
         queued = coordinator.num_queued_in_engine
         return RuntimeGauges(
             num_waiting=table.count(_S.WAITING) + queued,
@@ -243,18 +225,8 @@ class Runtime:
             num_paused=table.count(_S.PAUSING, _S.PREEMPTED),
             num_total_blocks=coordinator.num_total_blocks,
             num_free_blocks=coordinator.num_free_blocks,
-            num_received=counters.num_received,
-            num_ok=counters.num_ok,
-            num_failed=counters.num_failed,
-            num_cancelled=counters.num_cancelled,
-            num_overloaded=counters.num_overloaded,
-            num_pauses=counters.num_pauses,
-            num_forced_pauses=counters.num_forced_pauses,
-            num_internal_pauses=counters.num_internal_pauses,
-            num_resumes=counters.num_resumes,
-            num_recomputed_tokens=counters.num_recomputed_tokens,
-            num_output_tokens=counters.num_output_tokens,
             healthy=self._failure is None,
+            counters=dataclasses.replace(coordinator.counters),
         )
 
     # -- awaiter thread ------------------------------------------------------------------------

@@ -116,7 +116,11 @@ class MetricsExporter:
 def _values(gauges: RuntimeGauges) -> dict[str, float]:
     names = {field for _, _, _, fields in (*_GAUGES, *_COUNTERS) for field in fields.values()}
     names -= {"num_used_blocks", "num_planned_pauses"}
-    values = {name: float(getattr(gauges, name)) for name in names}
+    counters = gauges.counters
+    values = {
+        name: float(getattr(counters if hasattr(counters, name) else gauges, name))
+        for name in names
+    }
     values["num_used_blocks"] = values["num_total_blocks"] - values["num_free_blocks"]
-    values["num_planned_pauses"] = gauges.num_pauses - gauges.num_forced_pauses
+    values["num_planned_pauses"] = counters.num_pauses - counters.num_forced_pauses
     return values

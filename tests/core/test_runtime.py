@@ -119,7 +119,7 @@ def test_many_requests_under_pressure_get_exactly_their_tokens(served: Served) -
         assert served.sink.tokens(handle) == expected(SCRIPT, prompt, max_tokens)[0]
         assert served.sink.end(handle).end is EndReason.LENGTH
     gauges = served.runtime.gauges()
-    assert (gauges.num_ok, gauges.num_waiting, gauges.num_paused) == (60, 0, 0)
+    assert (gauges.counters.num_ok, gauges.num_waiting, gauges.num_paused) == (60, 0, 0)
 
 
 def test_cancel_from_many_threads_ends_each_once(served: Served) -> None:
@@ -164,6 +164,7 @@ def test_a_planner_that_raises_ends_every_request_and_later_ones() -> None:
     sink.wait_ends(handles)
     assert all("no idea" in (sink.end(h).error or "") for h in handles)
     assert not runtime.gauges().healthy
+    assert runtime.gauges().counters.num_failed == 2
     runtime.shutdown(5.0)
     executor.shutdown()
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from tokenflow.answers import Counters
 from tokenflow.config import ServingConfig, parse_parameters
 from tokenflow.errors import ConfigError
 from tokenflow.runtime import RuntimeGauges
@@ -214,7 +215,7 @@ def test_metrics_follow_the_runtime() -> None:
     exporter.update()
     source.numbers = RuntimeGauges(
         num_waiting=1, num_running=2, num_paused=3, num_total_blocks=10, num_free_blocks=4,
-        num_ok=5, num_pauses=6, healthy=False,
+        counters=Counters(num_ok=5, num_pauses=6), healthy=False,
     )  # fmt: skip
     source.ttft_s = [0.2, 0.4]
     exporter.update()
