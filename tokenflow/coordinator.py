@@ -173,7 +173,7 @@ class Coordinator:
 
     @property
     def num_queued_in_engine(self) -> int:
-        """Started requests that the engine holds in its own queue, as of its last iteration."""
+        """Enqueued requests that the engine holds in its own queue, as of its last iteration."""
         return min(self._feedback.num_queued, self.table.count(_S.PREFILLING))
 
     @property

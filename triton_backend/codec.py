@@ -141,10 +141,9 @@ def _prompt(
 
 def _max_input_len(config: ServingConfig) -> tuple[int, str]:
     """Tokens of the longest prompt that the engine takes, and the setting that says so."""
-    limit = config.max_seq_len - 1
-    if config.enable_chunked_context or config.max_num_tokens >= limit:
+    limit = config.executor_config().max_input_len
+    if limit == config.max_seq_len - 1:
         return limit, f"max_seq_len {config.max_seq_len}"
-    limit = config.max_num_tokens
     return limit, f"max_num_tokens {limit} without chunked context"
 
 

@@ -33,7 +33,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture(scope="session")
 def smollm_path() -> Path:
-    """Folder of SmolLM2-135M-Instruct; skips where it was not fetched."""
+    """Folder of SmolLM2-135M-Instruct. `make test` fetches it first; a bare pytest run on a machine
+    without it skips, since a test must not download."""
     path = default_model_path()
     if not (path / "manifest.json").is_file():
         pytest.skip(f"no checkpoint in {path}: run `tokenflow model fetch`")

@@ -62,15 +62,6 @@ class AdmissionLimits:
     vocab_size: int
     num_total_blocks: int
 
-    @property
-    def max_input_len(self) -> int:
-        """Longest prompt: one token must fit behind it, and without chunks one iteration must
-        compute all of it."""
-        limit = self.config.max_seq_len - 1
-        if not self.config.enable_chunked_context:
-            limit = min(limit, self.config.max_num_tokens)
-        return limit
-
 
 def admitted_max_tokens(request: Request, limits: AdmissionLimits) -> int:
     """The tokens the request may generate: its max_tokens, lowered to what max_seq_len leaves.
@@ -78,11 +69,11 @@ def admitted_max_tokens(request: Request, limits: AdmissionLimits) -> int:
     Raises InvalidRequestError naming the field, or CapacityError for more blocks than the pool.
     """
     num_input_tokens = len(request.input_token_ids)
-    if num_input_tokens > limits.max_input_len:
+    if num_input_tokens > limits.config.max_input_len:
         raise InvalidRequestError(
             "input_token_ids",
             f"prompt length ({num_input_tokens}) exceeds maximum input length "
-            f"({limits.max_input_len})",
+            f"({limits.config.max_input_len})",
         )
     _check_token_ids("input_token_ids", request.input_token_ids, limits.vocab_size)
     if request.end_id is not None and not -1 <= request.end_id < limits.vocab_size:
@@ -115,12 +106,12 @@ def _check_blocks(num_input_tokens: int, max_tokens: int, limits: AdmissionLimit
         )
     policy = config.scheduler_config.capacity_scheduler_policy
     restarts = policy is CapacitySchedulerPolicy.MAX_UTILIZATION
-    if restarts and not config.enable_chunked_context and longest > limits.max_input_len:
+    if restarts and not config.enable_chunked_context and longest > limits.config.max_input_len:
         raise InvalidRequestError(
             "max_tokens",
             f"prompt + max_tokens - 1 ({longest}) exceeds maximum input length "
-            f"({limits.max_input_len}): without chunked context a request paused by the engine "
-            "could not be started again",
+            f"({limits.config.max_input_len}): without chunked context a request paused by the "
+            "engine could not be started again",
         )
 
 

@@ -16,8 +16,9 @@ included. Never more than was computed: a cancel in mid-prefill stores only the 
 sampled token does not exist, so it is never stored. After a failed step nothing more is stored.
 
 Three departures, all in what is kept and never in what is correct:
-- What was cut short (a pause) is evicted after everything that has ended: it is needed again for
-  certain. TensorRT-LLM evicts both by retention priority, then by last use.
+- What was cut short is evicted after everything that has ended: if it was a pause, it is needed
+  again for certain. A client's cancel looks the same from here and is kept as long, oldest first.
+  TensorRT-LLM evicts both by retention priority, then by last use.
 - A partly matching unreferenced leaf is taken over in place only if what it holds beyond the match
   is what the new sequence computes anyway, or if no other block is left; otherwise it is copied.
   TensorRT-LLM always takes it over, which would ruin the cached tail of a paused stream as soon as

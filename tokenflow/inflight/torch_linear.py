@@ -84,6 +84,7 @@ def _packing_works(dtype: torch.dtype) -> bool:
     try:
         with torch.inference_mode():
             result = PackedLinear(weight, bias)(x).double()
+    # What torch raises for an operator it has lost, renamed, or built without a CPU kernel.
     except (RuntimeError, AttributeError, NotImplementedError) as error:
         logger.warning("packed %s linears are not available, steps are slower: %s", dtype, error)
         return False
