@@ -84,11 +84,36 @@ class ServingConfig:
     min_quantum_s: float = _field(
         1.0, "time a stream runs at least between two pauses", low=0, high=60
     )
+    lease_tokens: int = _field(
+        0,
+        "tokens that a request may generate per enqueue (0 = all it asks for)",
+        low=0,
+        high=1 << 24,
+    )
     max_queue_size: int = _field(256, "requests that may wait for their start", low=1, high=1 << 20)
     max_queue_delay_s: float = _field(
         60.0, "longest wait for a start before 'overloaded'", low=0.01, high=86_400
     )
+    max_hold_s: float = _field(
+        600.0, "longest time that a client may hold its stream paused", low=0.01, high=86_400
+    )
+    # engine loss
+    engine_stall_timeout_s: float = _field(
+        30.0,
+        "time without an iteration after which a busy engine counts as stuck",
+        low=1,
+        high=3600,
+    )
+    max_engine_restarts: int = _field(
+        8, "engine losses within engine_restart_window_s before serving ends", low=0, high=1000
+    )
+    engine_restart_window_s: float = _field(
+        300.0, "time over which engine losses are counted", low=1, high=86_400
+    )
     # server
+    default_max_tokens: int = _field(
+        128, "max_tokens of a request that leaves it out", low=1, high=1 << 24
+    )
     exclude_input_in_output: bool = _field(
         True, "non-streaming answers leave the prompt out unless the request says otherwise"
     )

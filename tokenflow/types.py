@@ -48,6 +48,7 @@ class EndReason(enum.Enum):
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
     ERROR = "error"
 
 
@@ -61,6 +62,8 @@ class GenerateRequest:
     has_reader: False when nobody reads along (a machine, or stream=false): it can never stall.
     priority: [0, 1], higher is more urgent, 0.5 by default.
     streaming: deliver tokens as they come; False = one response at the end.
+    timeout_s: longest time from arrival to the end, pauses included; then the request ends with
+        what it has (EndReason.TIMEOUT).
     """
 
     request_id: str
@@ -72,11 +75,13 @@ class GenerateRequest:
     end_id: int | None = None
     stop_words: tuple[tuple[int, ...], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    embedding_bias: tuple[tuple[int, float], ...] = ()
     read_rate: float | None = None
     has_reader: bool = True
     priority: float = 0.5
     streaming: bool = True
     cache_salt_id: int | None = None
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

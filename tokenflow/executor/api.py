@@ -102,18 +102,34 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class SamplingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling of one request. None = the engine's default (greedy when top_k and top_p are
-    unset). `seed`: uint64, unset = 0; the random stream restarts at every enqueue."""
+    unset).
+
+    seed: uint64, unset = 0; the random stream restarts at every enqueue.
+    top_p_decay, top_p_min, top_p_reset_ids: top_p is multiplied by the decay after each token, not
+        below the minimum, and starts anew after the token with the reset id; this restarts at
+        every enqueue too.
+    repetition_penalty, presence_penalty, frequency_penalty: count the whole sequence, prompt
+        included; the latter two leave out its first prompt_ignore_length tokens.
+    no_repeat_ngram_size: no n-gram of the whole sequence comes twice.
+    min_p: tokens less likely than this share of the most likely one are left out.
+    """
 
     beam_width: int = 1
     top_k: int | None = None
     top_p: float | None = None
+    top_p_min: float | None = None
+    top_p_reset_ids: int | None = None
+    top_p_decay: float | None = None
     seed: int | None = None
     temperature: float | None = None
     min_tokens: int | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    prompt_ignore_length: int | None = None
+    no_repeat_ngram_size: int | None = None
     num_return_sequences: int | None = None
+    min_p: float | None = None
 
 
 class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,7 +159,13 @@ class KvCacheRetentionConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One generation. Raises ValueError for an empty prompt or max_tokens <= 0, as the binding
-    does. `priority` in [0, 1], taken at enqueue and never changed."""
+    does.
+
+    priority: in [0, 1], taken at enqueue and never changed.
+    bad_words: token sequences that never come; the last token of each is what is kept from coming.
+    embedding_bias: (token id, value added to its logit), each id once. The binding takes a tensor
+        of the vocabulary's size; few of its values are ever set.
+    """
 
     input_token_ids: tuple[int, ...]
     max_tokens: int
@@ -154,6 +176,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     pad_id: int | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     stop_words: tuple[tuple[int, ...], ...] = ()
+    embedding_bias: tuple[tuple[int, float], ...] = ()
     kv_cache_retention_config: KvCacheRetentionConfig | None = None
     client_id: int | None = None
     priority: float = 0.5
