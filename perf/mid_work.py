@@ -224,4 +224,4 @@ def _teach(coordinator: Coordinator, step_base_s: float) -> None:
                 num_gen_context_tokens=num_kv_tokens,
             )
         )
-    coordinator.on_stats(stats)
+    coordinator.on_stats(stats, 0.0)

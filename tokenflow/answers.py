@@ -17,23 +17,39 @@ from tokenflow.trace import Tracer
 from tokenflow.types import EndReason, GenerateRequest, TokenEvent
 
 _MAX_TTFT_SAMPLES = 4096
+_TRACE_NAMES = {
+    EndReason.ERROR: "error",
+    EndReason.CANCELLED: "cancel",
+    EndReason.TIMEOUT: "timeout",
+}
 
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since start. num_ok/num_failed/num_cancelled count ended requests, each once."""
+    """Totals since start. num_ok, num_failed, num_cancelled and num_timed_out count ended requests,
+    each once.
+
+    num_engine_losses, num_recovered: engines that were lost, and sessions that went on afterwards.
+    num_lease_ends: enqueues that ended at their lease while the request went on.
+    num_resumes_recomputed: resumes whose KV had to be computed again, in part or whole.
+    """
 
     num_received: int = 0
     num_ok: int = 0
     num_failed: int = 0
     num_cancelled: int = 0
+    num_timed_out: int = 0
     num_overloaded: int = 0
     num_pauses: int = 0
     num_forced_pauses: int = 0
     num_internal_pauses: int = 0
+    num_lease_ends: int = 0
     num_resumes: int = 0
+    num_resumes_recomputed: int = 0
     num_recomputed_tokens: int = 0
     num_output_tokens: int = 0
+    num_engine_losses: int = 0
+    num_recovered: int = 0
 
 
 class Answers:
@@ -112,6 +128,11 @@ class Answers:
         self.counters.num_cancelled += 1
         self._end(session, EndReason.CANCELLED, now)
 
+    def timed_out(self, session: Session, now: float) -> None:
+        """The session's one end: its own time limit passed."""
+        self.counters.num_timed_out += 1
+        self._end(session, EndReason.TIMEOUT, now)
+
     def failed(
         self, session: Session, message: str, now: float, *, retryable: bool = False
     ) -> None:
@@ -160,7 +181,7 @@ class Answers:
         retryable: bool = False,
     ) -> None:
         session.answered = True
-        self.trace("error" if error else "cancel", session, now, reason=error)
+        self.trace(_TRACE_NAMES[end], session, now, reason=error)
         self._emit(
             TokenEvent(
                 handle=session.handle,

@@ -3,9 +3,10 @@
 Owns the session table, the cost model and the cache estimate; calls the executor; emits
 `TokenEvent`s. All methods take `now` and run in one thread (the runtime's, a test's or a
 simulator's). Invariants: a request gets each of its tokens once, in order, then exactly one event
-with `end` set, whatever is paused, resumed, cancelled or lost; while requests are served nothing is
-cancelled in the engine between its enqueue and its first token (an engine that chunks its context
-may store blocks it has not computed). Only `fail_all` does, after which nothing is served.
+with `end` set, whatever is paused, held, resumed, cancelled, timed out or lost; while requests are
+served nothing is cancelled in the engine between its enqueue and its first token (an engine that
+chunks its context may store blocks it has not computed). Only `fail_all` does, after which nothing
+is served. Between the loss of an engine and the start of the next one nothing is planned.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from tokenflow.answers import Answers
+from tokenflow.commands import EngineCommands
 from tokenflow.config import ServingConfig
 from tokenflow.costs import CostModel
-from tokenflow.errors import EngineError, InternalError
+from tokenflow.deadlines import Deadlines
 from tokenflow.executor.api import (
     CapacitySchedulerPolicy,
     Executor,
@@ -24,8 +26,11 @@ from tokenflow.executor.api import (
     Response,
 )
 from tokenflow.feedback import EngineFeedback
-from tokenflow.preemption import CacheEstimate, engine_request
-from tokenflow.session import Session, SessionTable
+from tokenflow.holds import Holds
+from tokenflow.preemption import CacheEstimate
+from tokenflow.recovery import Recovery
+from tokenflow.session import Session
+from tokenflow.session_table import SessionTable
 from tokenflow.trace import NullTracer, Tracer
 from tokenflow.types import (
     Decision,
@@ -54,7 +59,6 @@ class Coordinator:
     ) -> None:
         engine = config.executor_config()
         pool_tokens = engine.kv_cache_config.max_tokens or 0
-        self._executor = executor
         self._config = config
         self._plan = planner
         self._tracer = tracer or NullTracer()
@@ -73,9 +77,20 @@ class Coordinator:
             default_read_rate=config.default_read_rate,
             max_seq_len=engine.max_seq_len,
             max_input_len=engine.max_input_len,
+            lease_tokens=config.lease_tokens,
         )
+        self._deadlines = Deadlines(lambda handle: self.table.get(handle) is not None)
+        self._recovery = Recovery(self.table, self._answers)
+        self._commands = EngineCommands(executor, self.table, self._answers, self._cache)
+        self._holds = Holds(self.table, self._answers, self._commands, config.max_hold_s)
         self._feedback = EngineFeedback(
-            executor, self.table, self._answers, self.costs, self._cache, self._num_total_blocks
+            self._commands,
+            self.table,
+            self._answers,
+            self.costs,
+            self._cache,
+            self._recovery,
+            self._num_total_blocks,
         )
 
     # -- requests ------------------------------------------------------------------------------
@@ -102,7 +117,8 @@ class Coordinator:
             )
             self._answers.refused(handle, request, message, now)
             return
-        self.table.add(handle, request, now)
+        session = self.table.add(handle, request, now)
+        self._deadlines.add(handle, session.deadline)
         self._needs_plan = True
         self._tracer.record(
             "arrival",
@@ -137,6 +153,18 @@ class Coordinator:
         self._answers.finished_by_text(session, now)
         self._abandon(session, now)
 
+    def hold(self, handle: int, now: float) -> None:
+        """The client holds its stream paused until `release`; see holds.py."""
+        session = self.table.get(handle)
+        if session is not None and not session.answered:
+            self._holds.hold(session, now)
+
+    def release(self, handle: int, now: float) -> None:
+        """The client holds its stream no longer."""
+        session = self.table.get(handle)
+        if session is not None and self._holds.release(session, now):
+            self._needs_plan = True
+
     def acknowledge(self, handle: int, num_consumed: int, now: float) -> None:
         """The client consumed `num_consumed` tokens in all."""
         session = self.table.get(handle)
@@ -144,27 +172,63 @@ class Coordinator:
             self.table.acknowledge(session, num_consumed, now)
 
     def fail_all(self, message: str, now: float, *, retryable: bool = False) -> None:
-        """End every session with an error: the engine is lost, or the server shuts down."""
+        """End every session with an error: no engine comes any more, or the server shuts down."""
         executor_ids = [s.executor_request_id for s in self.table]
         for session in self.table:
             if not session.answered:
                 self._answers.failed(session, message, now, retryable=retryable)
             self.table.transition(session, _S.FINISHED, now)
         self._feedback.on_engine_emptied(self._num_total_blocks)
-        for executor_id in executor_ids:
-            if executor_id is not None:
-                self._executor.cancel_request(executor_id)
+        self._commands.cancel_all(executor_ids)
 
     # -- engine --------------------------------------------------------------------------------
 
     def on_responses(self, responses: Sequence[Response], now: float) -> None:
         """What the engine said in one or more iterations, in order."""
+        self._commands.progressed(now)
         if self._feedback.on_responses(responses, now):
             self._needs_plan = True
+        self._holds.pause_running(now)
 
-    def on_stats(self, stats: Sequence[IterationStats]) -> None:
+    def on_stats(self, stats: Sequence[IterationStats], now: float) -> None:
         """Learn costs and room from finished iterations."""
-        self._feedback.on_stats(stats)
+        if stats:
+            self._commands.progressed(now)
+            self._feedback.on_stats(stats)
+
+    def on_engine_lost(self, message: str, now: float) -> None:
+        """The engine ended; `message` says how. What it held waits for the next one, if it may."""
+        if not self._commands.is_up:
+            return
+        self._commands.is_up = False
+        self.counters.num_engine_losses += 1
+        self._tracer.record("engine_lost", now, reason=message)
+        self._cache.clear()
+        for session in self.table:
+            self._recovery.lost(session, message, now)
+            if session.state is _S.PREEMPTED:
+                self.table.set_resume_tokens(session, session.num_tokens)
+        self._feedback.on_engine_emptied(self._num_total_blocks)
+
+    def on_engine_started(self, executor: Executor, now: float) -> None:
+        """An engine that knows nothing took the place of the lost one."""
+        self._commands.use(executor)
+        self._needs_plan = True
+        self._tracer.record("engine_started", now)
+
+    @property
+    def engine_is_up(self) -> bool:
+        """False between a loss and the next start."""
+        return self._commands.is_up
+
+    def stalled_s(self, now: float) -> float:
+        """How long the engine has held requests without an iteration or a response, seconds."""
+        return self._commands.stalled_s(now)
+
+    @property
+    def num_held(self) -> int:
+        """Streams that their clients hold."""
+        return len(self._holds)
 
     @property
     def num_free_blocks(self) -> int:
@@ -192,19 +256,23 @@ class Coordinator:
         if self._needs_plan:
             return self._last_plan_time
         grows = self._capacity_policy is CapacitySchedulerPolicy.MAX_UTILIZATION
+        due = self._deadlines.next_time()
         if self.table.count(_S.WAITING, _S.PREEMPTED) or (grows and self.table.count(_S.RUNNING)):
-            return self._last_plan_time + self._config.plan_interval_s
-        return float("inf")
+            due = min(due, self._last_plan_time + self._config.plan_interval_s)
+        return due
 
     def plan(self, now: float) -> None:
-        """Drop waiters that waited too long, then plan and apply."""
+        """End what is out of time, then plan and apply."""
         self._needs_plan = False
         self._last_plan_time = now
         self._expire(now)
-        if len(self.table):
+        if self._commands.is_up and len(self.table):
             decision = self._plan(self.snapshot(now))
             if decision:
                 self._apply(decision, now)
+        for session in self._feedback.take_lease_ended():
+            if session.state is _S.PREEMPTED:  # this plan gave its place to others
+                self._commands.left_paused(session, now)
 
     def snapshot(self, now: float) -> Snapshot:
         """What the planner may look at."""
@@ -234,14 +302,21 @@ class Coordinator:
         return self.table.count(_S.WAITING) + max(beyond, self.num_queued_in_engine)
 
     def _expire(self, now: float) -> None:
+        """End requests past their own limit, those that waited too long for their start, and holds
+        that lasted too long."""
+        for handle in self._deadlines.pop_due(now):
+            session = self.table.get(handle)
+            if session is not None and not session.answered:
+                self._answers.timed_out(session, now)
+                self._abandon(session, now)
         limit = self._config.max_queue_delay_s
-        while (session := self.table.oldest_waiting()) is not None:
-            if now - session.request.arrival_time <= limit:
-                return
-            self.counters.num_overloaded += 1
-            message = f"overloaded: not started within {limit} s (max_queue_delay_s)"
-            self._answers.failed(session, message, now, retryable=True)
-            self.table.transition(session, _S.FINISHED, now)
+        for session in self.table.waiting_since_before(now - limit):
+            if session.held_until is None and session.hold_end_time < now - limit:
+                self.counters.num_overloaded += 1
+                message = f"overloaded: not started within {limit} s (max_queue_delay_s)"
+                self._answers.failed(session, message, now, retryable=True)
+                self.table.transition(session, _S.FINISHED, now)
+        self._holds.expire(now)
 
     def _refresh_cache_estimate(self) -> None:
         for handle in self._cache.shrink(self.table.num_filled_blocks):
@@ -260,54 +335,10 @@ class Coordinator:
             forced=len(decision.forced),
         )
         for slot in decision.pause:
-            self._pause(self.table.at_slot(slot), decision, now)
+            self.counters.num_forced_pauses += slot in decision.forced
+            self._commands.pause(self.table.at_slot(slot), now, why=decision.why.get(slot))
         starting = [self.table.at_slot(slot) for slot in (*decision.resume, *decision.admit)]
-        if not starting:
-            return
-        if self._start(starting, decision, now) is None:
-            return
-        for session in starting:  # one of them may be the cause; it must not end the others
-            error = self._start([session], decision, now)
-            if error is not None:
-                retryable = not self._executor.can_enqueue_requests()
-                message = f"the engine refused the request: {error}"
-                self._answers.failed(session, message, now, retryable=retryable)
-                self.table.transition(session, _S.FINISHED, now)
-
-    def _start(
-        self, sessions: Sequence[Session], decision: Decision, now: float
-    ) -> Exception | None:
-        """Enqueue all of `sessions`, or none and return why."""
-        requests = [engine_request(s.request, s.output_token_ids, s.handle) for s in sessions]
-        try:
-            ids = self._executor.enqueue_requests(requests)
-        except (RuntimeError, EngineError) as error:
-            return error
-        for session, executor_request_id in zip(sessions, ids, strict=True):
-            resumed = session.state is _S.PREEMPTED
-            self._cache.forget(session.handle)
-            self.table.enter_engine(session, executor_request_id, now)
-            if resumed:
-                self.counters.num_resumes += 1
-            why = decision.why.get(session.slot)
-            self._answers.trace("resume" if resumed else "admit", session, now, why=why)
-        return None
-
-    def _pause(self, session: Session, decision: Decision, now: float) -> None:
-        if session.state is not _S.RUNNING or session.executor_request_id is None:
-            raise InternalError(f"plan pauses a session that is {session.state.name}")
-        self._executor.cancel_request(session.executor_request_id)
-        self.table.transition(session, _S.PAUSING, now)
-        self.counters.num_pauses += 1
-        self.counters.num_forced_pauses += session.slot in decision.forced
-        self._answers.trace(
-            "pause",
-            session,
-            now,
-            why=decision.why.get(session.slot),
-            slack_s=session.reader.slack_s(now),
-            num_tokens=len(session.output_token_ids),
-        )
+        self._commands.start(starting, decision.why, now)
 
     def _abandon(self, session: Session, now: float) -> None:
         """Stop the engine's work on a session that was answered."""
@@ -316,7 +347,7 @@ class Coordinator:
             self.table.transition(session, _S.FINISHED, now)
             self._needs_plan = True
         elif state in (_S.RUNNING, _S.PAUSING):
+            if state is _S.RUNNING:
+                self._commands.cancel(session)
             self.table.transition(session, _S.CANCELLING, now)
-            if state is _S.RUNNING and session.executor_request_id is not None:
-                self._executor.cancel_request(session.executor_request_id)
         # PREFILLING and RESUMING stay what they are, and hold their room, until their first token.

@@ -1,8 +1,9 @@
 """What the engine says, turned into progress of sessions.
 
 Owns the way from responses and iteration statistics to states, tokens, counters and learned costs.
-Runs in the coordinator's thread. Invariant: whatever the engine sends after a session had its end
-is discarded.
+Runs in the coordinator's thread. Invariants: whatever the engine sends after a session had its end
+is discarded; an error response is the request's own as long as the engine takes requests, and a
+loss of the engine once it does not.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokenflow.answers import Answers
+from tokenflow.commands import EngineCommands
 from tokenflow.costs import CostModel
-from tokenflow.executor.api import Executor, FinishReason, IterationStats, Response, Result
+from tokenflow.executor.api import FinishReason, IterationStats, Response, Result
 from tokenflow.preemption import CacheEstimate
-from tokenflow.session import Session, SessionTable
+from tokenflow.recovery import Recovery
+from tokenflow.session import Session
+from tokenflow.session_table import SessionTable
 from tokenflow.types import SessionState, end_reason
 
 _S = SessionState
@@ -29,19 +33,22 @@ class EngineFeedback:
 
     def __init__(
         self,
-        executor: Executor,
+        commands: EngineCommands,
         table: SessionTable,
         answers: Answers,
         costs: CostModel,
         cache: CacheEstimate,
+        recovery: Recovery,
         num_total_blocks: int,
     ) -> None:
-        self._executor = executor
+        self._commands = commands
         self._table = table
         self._answers = answers
         self._costs = costs
         self._cache = cache
+        self._recovery = recovery
         self._changed = False
+        self._lease_ended_now: list[Session] = []
         self.num_queued = 0
         self.num_free_blocks = num_total_blocks
 
@@ -57,6 +64,11 @@ class EngineFeedback:
             else:
                 self._on_result(session, response.result, now)
         return self._changed
+
+    def take_lease_ended(self) -> list[Session]:
+        """Sessions whose lease ended since the last call."""
+        sessions, self._lease_ended_now = self._lease_ended_now, []
+        return sessions
 
     def on_engine_emptied(self, num_total_blocks: int) -> None:
         """Everything was taken from the engine, or it is gone: nothing is queued or in use."""
@@ -77,21 +89,29 @@ class EngineFeedback:
             )
 
     def _on_error(self, session: Session, message: str, now: float) -> None:
-        if not session.answered:
-            retryable = not self._executor.can_enqueue_requests()
-            self._answers.failed(session, message, now, retryable=retryable)
-        self._table.transition(session, _S.FINISHED, now)
         self._changed = True
+        if not self._commands.takes_requests():
+            self._recovery.lost(session, message, now)
+            return
+        if not session.answered:
+            self._answers.failed(session, message, now)
+        self._table.transition(session, _S.FINISHED, now)
 
     def _on_result(self, session: Session, result: Result, now: float) -> None:
         token_ids = result.output_token_ids[0] if result.output_token_ids else []
         if token_ids:
             self._on_tokens(session, token_ids, result, now)
-        cut_short = result.is_final and result.finish_reasons[0] in _CUT_SHORT
-        if token_ids and not session.answered and (cut_short or not result.is_final):
+        if token_ids and not session.answered and not self._ends(session, result):
             self._answers.tokens(session, token_ids, result, now)
         if result.is_final:
             self._on_final(session, result, now)
+
+    @staticmethod
+    def _ends(session: Session, result: Result) -> bool:
+        """True for the response with which a request ends by itself."""
+        if not result.is_final or result.finish_reasons[0] in _CUT_SHORT:
+            return False
+        return not (result.finish_reasons[0] is FinishReason.LENGTH and session.at_lease_end)
 
     def _on_tokens(
         self, session: Session, token_ids: list[int], result: Result, now: float
@@ -101,7 +121,7 @@ class EngineFeedback:
             if session.state in (_S.PREFILLING, _S.RESUMING):
                 self._table.transition(session, _S.CANCELLING, now)
                 self._changed = True
-                self._cancel(session)
+                self._commands.cancel(session)
             return
         first_ever = session.first_token_time is None
         if session.state in (_S.PREFILLING, _S.RESUMING):
@@ -110,7 +130,8 @@ class EngineFeedback:
             session.cum_log_prob += sum(result.log_probs[0])
         self._table.deliver(session, token_ids, now)
         self._answers.counters.num_output_tokens += len(token_ids)
-        if len(session.output_token_ids) == session.request.max_tokens - 1:
+        end = session.lease_end or session.request.max_tokens
+        if len(session.output_token_ids) == end - 1:
             self._changed = True  # it ends in the next step: its place can be given away now
         if first_ever:
             self._answers.first_token(session, now)
@@ -140,6 +161,8 @@ class EngineFeedback:
             message = f"the engine ended the request ({reason.name.lower()})"
             self._answers.failed(session, message, now)
             self._table.transition(session, _S.FINISHED, now)
+        elif not self._ends(session, result):
+            self._lease_ended(session, now)
         else:
             token_ids = result.output_token_ids[0] if result.output_token_ids else []
             self._answers.tokens(session, token_ids, result, now, end_reason(reason))
@@ -151,16 +174,21 @@ class EngineFeedback:
         self._table.set_resume_tokens(session, 1)
         self._answers.trace("paused", session, now, slack_s=session.reader.slack_s(now))
 
+    def _lease_ended(self, session: Session, now: float) -> None:
+        """No token is lost; a plan decides at once who goes on."""
+        self._answers.counters.num_lease_ends += 1
+        if session.state is _S.PAUSING:
+            self._paused(session, now)
+            return
+        self._table.transition(session, _S.PREEMPTED, now)
+        self._table.set_resume_tokens(session, 1)
+        self._lease_ended_now.append(session)
+
     def _count_recomputed(self, session: Session, result: Result) -> None:
         metrics = result.request_perf_metrics
-        if metrics is None or session.num_pauses == 0:
-            return
         num_enqueued = session.num_enqueued_tokens
-        if num_enqueued > len(session.request.input_token_ids):
-            self._answers.counters.num_recomputed_tokens += max(
-                0, num_enqueued - 1 - metrics.num_reused_tokens
-            )
-
-    def _cancel(self, session: Session) -> None:
-        if session.executor_request_id is not None:
-            self._executor.cancel_request(session.executor_request_id)
+        if metrics is None or num_enqueued == len(session.request.input_token_ids):
+            return
+        num_recomputed = max(0, num_enqueued - 1 - metrics.num_reused_tokens)
+        self._answers.counters.num_recomputed_tokens += num_recomputed
+        self._answers.counters.num_resumes_recomputed += num_recomputed > 0

@@ -3,22 +3,25 @@
 Owns what a (re)start looks like to the engine, what may never be paused, and the estimate of how
 much of a paused request's KV the engine still holds.
 
-A pause cancels the request; the engine keeps the KV of prompt + streamed tokens in its reuse cache.
-A resume enqueues prompt + streamed tokens, with the limits that remain. Penalties, stop words and
-bad words look at the whole sequence in the engine, so they carry over unchanged; log-probs and
-counts restart in the engine and are accumulated by the session.
+A pause cancels the request, or comes at the end of a lease: an enqueue that asked for fewer tokens
+than the request wants. The engine keeps the KV of prompt + streamed tokens in its reuse cache. A
+resume enqueues prompt + streamed tokens, with the limits that remain. Penalties, n-grams, stop
+words and bad words look at the whole sequence in the engine, so they carry over unchanged, with the
+prompt_ignore_length of the client's prompt; log-probs and counts restart in the engine and are
+accumulated by the session.
 
 Sampled requests: the engine restarts its random stream at every enqueue, so each resume gets a seed
 derived from (seed, tokens generated so far). A paused sampled request is therefore another sample
 than an uninterrupted one; a greedy one continues with the same tokens. The token of the step in
 flight is lost with a cancel and drawn again at the resume, unless it ended the request: the chance
-to end at the position of a pause is 1 - (1 - p)² instead of p.
+to end at the position of a pause is 1 - (1 - p)² instead of p. The end of a lease loses none.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -28,24 +31,70 @@ from tokenflow.types import GenerateRequest
 _MASK = (1 << 64) - 1
 
 
+@dataclass(frozen=True, slots=True)
+class UnpausableKind:
+    """A kind of request that runs to completion once it started.
+
+    name: what an error tells the client. why: for the documentation.
+    applies(request, max_seq_len, max_input_len): whether the request is one.
+    """
+
+    name: str
+    why: str
+    applies: Callable[[GenerateRequest, int, int], bool]
+
+
+UNPAUSABLE_KINDS = (
+    UnpausableKind(
+        "beam search",
+        "the engine keeps the beams, and a resume has one prompt",
+        lambda request, *_: request.sampling_config.beam_width > 1,
+    ),
+    UnpausableKind(
+        "several return sequences",
+        "the engine keeps the siblings, and a resume has one prompt",
+        lambda request, *_: (request.sampling_config.num_return_sequences or 1) > 1,
+    ),
+    UnpausableKind(
+        "top_p decay",
+        "the decayed top_p is kept in the engine and starts anew at every enqueue",
+        lambda request, *_: request.sampling_config.top_p_decay not in (None, 1.0),
+    ),
+    UnpausableKind(
+        "longer than a prompt may be",
+        "a resume's prompt holds the output so far; without chunked context a prompt is limited to "
+        "max_num_tokens",
+        lambda request, max_seq_len, max_input_len: (
+            min(len(request.input_token_ids) + request.max_tokens, max_seq_len) - 1 > max_input_len
+        ),
+    ),
+)
+"""The one table of what may never be paused: kinds that keep state in the engine which a new
+request with a longer prompt does not rebuild, or whose resume the engine would refuse. What this
+server refuses anyway (guided decoding, logits outputs, prompt tuning, speculative modes) is not
+here."""
+
+
 def unpausable_reason(
     request: GenerateRequest, *, max_seq_len: int, max_input_len: int
 ) -> str | None:
-    """Why a request can never be paused, or None.
+    """Why a request can never be paused (a name of UNPAUSABLE_KINDS), or None.
 
-    Some kinds keep state in the engine that a new request with a longer prompt does not rebuild:
-    beams, sibling sequences. And a resume's prompt, which holds the output so far, must not be
-    longer than the engine takes (`max_input_len` tokens: few where it does not chunk its context).
+    max_input_len: longest prompt that the engine takes, tokens.
     """
-    full_length = min(len(request.input_token_ids) + request.max_tokens, max_seq_len)
-    if full_length - 1 > max_input_len:
-        return "longer than a prompt may be"
-    sampling = request.sampling_config
-    if sampling.beam_width > 1:
-        return "beam search"
-    if (sampling.num_return_sequences or 1) > 1:
-        return "several return sequences"
+    for kind in UNPAUSABLE_KINDS:
+        if kind.applies(request, max_seq_len, max_input_len):
+            return kind.name
     return None
+
+
+def lease_of(request: GenerateRequest, num_generated: int, lease_tokens: int) -> int:
+    """Tokens that the next enqueue may generate after `num_generated`: at least 1.
+
+    lease_tokens: at most so many; 0 = all that is left.
+    """
+    rest = max(1, request.max_tokens - num_generated)
+    return min(rest, lease_tokens) if lease_tokens else rest
 
 
 def derive_seed(seed: int | None, num_generated: int) -> int | None:
@@ -64,9 +113,14 @@ def derive_seed(seed: int | None, num_generated: int) -> int | None:
 
 
 def engine_request(
-    request: GenerateRequest, output_token_ids: Sequence[int], client_id: int
+    request: GenerateRequest,
+    output_token_ids: Sequence[int],
+    client_id: int,
+    max_tokens: int | None = None,
 ) -> Request:
     """What to enqueue so that the request goes on after `output_token_ids` (empty at its start).
+
+    max_tokens: of this enqueue (a lease); None = all that is left.
 
     Always streaming: a cancelled non-streaming request would lose every token (executor surface).
     Perf metrics are always asked for; they say how much of a resume was reused.
@@ -82,7 +136,7 @@ def engine_request(
         )
     return Request(
         input_token_ids=(*request.input_token_ids, *output_token_ids),
-        max_tokens=request.max_tokens - num_generated,
+        max_tokens=request.max_tokens - num_generated if max_tokens is None else max_tokens,
         streaming=True,
         sampling_config=sampling,
         output_config=OutputConfig(
@@ -93,6 +147,7 @@ def engine_request(
         end_id=request.end_id,
         stop_words=request.stop_words,
         bad_words=request.bad_words,
+        embedding_bias=request.embedding_bias,
         client_id=client_id,
         priority=request.priority,
         cache_salt_id=request.cache_salt_id,
@@ -127,6 +182,12 @@ class CacheEstimate:
         num_blocks = self._paused.pop(handle, 0) + self._ended.pop(handle, 0)
         self._num_cached -= num_blocks
         return num_blocks
+
+    def clear(self) -> None:
+        """The engine is gone, and its cache with it."""
+        self._ended.clear()
+        self._paused.clear()
+        self._num_cached = 0
 
     def shrink(self, num_used_blocks: int) -> list[int]:
         """Account for `num_used_blocks` referenced in the engine; handles that lost blocks."""

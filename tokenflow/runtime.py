@@ -1,10 +1,10 @@
 """The loop: inbox -> coordinator -> plan -> apply -> emit.
 
 Owns two threads. The runtime thread owns all sessions and decisions; every other thread only posts
-to its inbox. The awaiter thread blocks in the executor's `await_responses` and only posts. No lock
-is held across a call to the executor or to `emit`. `emit` runs in the runtime thread and must not
-block. Neither thread ever ends by an exception: a failure ends every session with an error and the
-runtime refuses what comes after.
+to its inbox. The awaiter thread blocks in the executor's `await_responses` and only posts; when the
+engine is lost it is the one that waits for the next. No lock is held across a call to the executor
+or to `emit`. `emit` runs in the runtime thread and must not block. Neither thread ever ends by an
+exception: a failure ends every session with an error and the runtime refuses what comes after.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tokenflow.config import ServingConfig
 from tokenflow.coordinator import Coordinator, Planner
 from tokenflow.errors import EngineError
 from tokenflow.executor.api import Executor, Response
+from tokenflow.executor.supervisor import EngineKeeper
 from tokenflow.policies import policy_from_config
 from tokenflow.scheduler import plan
 from tokenflow.trace import Tracer
@@ -42,15 +43,19 @@ _RUNNING_STATES = (_S.PREFILLING, _S.RUNNING, _S.RESUMING, _S.CANCELLING)
 class RuntimeGauges:
     """Numbers for metrics, as of the last turn of the loop.
 
-    num_waiting counts those in the engine's own queue too; num_running those being cancelled.
+    num_waiting counts those in the engine's own queue too; num_running those being cancelled;
+    num_held is a part of the others.
+    healthy: an engine serves; unhealthy_reason: why none does.
     """
 
     num_waiting: int = 0
     num_running: int = 0
     num_paused: int = 0
+    num_held: int = 0
     num_total_blocks: int = 0
     num_free_blocks: int = 0
     healthy: bool = True
+    unhealthy_reason: str | None = None
     counters: Counters = field(default_factory=Counters)
 
 
@@ -59,7 +64,9 @@ class Runtime:
 
     emit: called with every TokenEvent, in the runtime thread.
     planner: the decision function; by default `plan` with the configured policy.
-    The executor is the caller's: `shutdown` ends what runs on it but does not shut it down.
+    keeper: starts another engine when one is lost; without one a loss ends the service.
+    The executor is the caller's (with a keeper, the keeper's): `shutdown` ends what runs on it but
+    does not shut it down.
     """
 
     def __init__(
@@ -71,9 +78,14 @@ class Runtime:
         clock: Clock | None = None,
         tracer: Tracer | None = None,
         planner: Planner | None = None,
+        keeper: EngineKeeper | None = None,
     ) -> None:
         policy = policy_from_config(config)
         self._executor = executor
+        self._keeper = keeper
+        self._stall_timeout_s = config.engine_stall_timeout_s
+        self._engine_is_killed = False
+        self._loss: str | None = None
         self._clock = clock or MonotonicClock()
         self._coordinator = Coordinator(
             executor, config, planner or (lambda snapshot: plan(snapshot, policy)), emit, tracer
@@ -115,6 +127,19 @@ class Runtime:
         """The client left or asked for the end: one more event, CANCELLED, if it had no end yet."""
         self._inbox.put((self._on_cancel, (handle,)))
 
+    def pause(self, handle: int) -> None:
+        """The client holds its stream paused, at most for max_hold_s. Nothing happens to one that
+        is held, has ended, or can never be paused."""
+        self._inbox.put((self._on_pause, (handle,)))
+
+    def resume(self, handle: int) -> None:
+        """The client holds its stream no longer."""
+        self._inbox.put((self._on_resume, (handle,)))
+
+    def unpausable_reason(self, request: GenerateRequest) -> str | None:
+        """Why such a request can never be paused, or None."""
+        return self._coordinator.table.unpausable_reason(request)
+
     def finish(self, handle: int) -> None:
         """The answer is complete by a stop string: stop the work, no further event."""
         self._inbox.put((self._on_finish, (handle,)))
@@ -154,8 +179,10 @@ class Runtime:
         try:
             self._take_inbox()
             now = self._clock.now()
-            if self._failure is None and now >= coordinator.next_plan_time():
-                coordinator.plan(now)
+            if self._failure is None:
+                self._check_progress(now)
+                if now >= coordinator.next_plan_time():
+                    coordinator.plan(now)
             coordinator.flush()
         except Exception as error:
             logger.exception("the runtime failed")
@@ -189,6 +216,12 @@ class Runtime:
     def _on_cancel(self, handle: int) -> None:
         self._coordinator.cancel(handle, self._clock.now())
 
+    def _on_pause(self, handle: int) -> None:
+        self._coordinator.hold(handle, self._clock.now())
+
+    def _on_resume(self, handle: int) -> None:
+        self._coordinator.release(handle, self._clock.now())
+
     def _on_finish(self, handle: int) -> None:
         self._coordinator.finish(handle, self._clock.now())
 
@@ -196,13 +229,47 @@ class Runtime:
         self._coordinator.acknowledge(handle, num_consumed, self._clock.now())
 
     def _on_responses(self, responses: list[Response], now: float) -> None:
-        self._coordinator.on_stats(self._executor.get_latest_iteration_stats())
+        self._coordinator.on_stats(self._executor.get_latest_iteration_stats(), now)
         self._coordinator.on_responses(responses, now)
 
+    def _check_progress(self, now: float) -> None:
+        """An engine that holds requests and computes nothing is ended like one that crashed."""
+        coordinator = self._coordinator
+        if coordinator.stalled_s(now) < self._stall_timeout_s or self._engine_is_killed:
+            return
+        # Statistics of iterations without a response have waited until now.
+        coordinator.on_stats(self._executor.get_latest_iteration_stats(), now)
+        if coordinator.stalled_s(now) < self._stall_timeout_s:
+            return
+        reason = f"no iteration for {self._stall_timeout_s:g} s (engine_stall_timeout_s)"
+        logger.error("the engine is stuck: %s", reason)
+        if self._keeper is not None and self._keeper.kill(reason):
+            self._engine_is_killed = True
+        else:
+            self._fail(f"the engine is stuck: {reason}")
+
     def _on_engine_lost(self, message: str) -> None:
-        if not self._stopping.is_set():
-            logger.error("engine lost: %s", message)
+        if self._stopping.is_set():
+            return
+        logger.error("engine lost: %s", message)
+        self._loss = message
+        if self._keeper is None:
             self._fail(f"the engine is not running: {message}")
+        elif self._failure is None:
+            self._coordinator.on_engine_lost(message, self._clock.now())
+
+    def _on_engine_started(self, executor: Executor) -> None:
+        self._executor = executor
+        self._engine_is_killed = False
+        self._loss = None
+        if self._failure is None:
+            logger.info("the engine was started again")
+            self._coordinator.on_engine_started(executor, self._clock.now())
+
+    def _on_engine_given_up(self, message: str) -> None:
+        if not self._stopping.is_set():
+            logger.error("the engine is not started again: %s", message)
+            self._fail(f"unhealthy: {message}")
 
     def _on_shutdown(self) -> None:
         self._fail("the server is shutting down")
@@ -224,27 +291,48 @@ class Runtime:
             num_running=table.count(*_RUNNING_STATES) - queued,
             num_paused=table.count(_S.PAUSING, _S.PREEMPTED),
             num_total_blocks=coordinator.num_total_blocks,
+            num_held=coordinator.num_held,
             num_free_blocks=coordinator.num_free_blocks,
-            healthy=self._failure is None,
+            healthy=self._failure is None and self._loss is None,
+            unhealthy_reason=self._failure or self._loss,
             counters=dataclasses.replace(coordinator.counters),
         )
 
     # -- awaiter thread ------------------------------------------------------------------------
 
     def _await_loop(self) -> None:
+        executor = self._executor
+        while not self._stopping.is_set():
+            message = self._await_end(executor)
+            if message is None:
+                return
+            self._inbox.put((self._on_engine_lost, (message,)))
+            if self._keeper is None:
+                return
+            try:
+                started = self._keeper.restart(message, self._stopping)
+            except Exception as error:
+                self._inbox.put((self._on_engine_given_up, (str(error),)))
+                return
+            if started is None:
+                return
+            executor = started
+            self._inbox.put((self._on_engine_started, (executor,)))
+
+    def _await_end(self, executor: Executor) -> str | None:
+        """Post what the engine says until it ends: how it did, or None when this runtime stops."""
         closed_before = False
         while not self._stopping.is_set():
             try:
-                responses = self._executor.await_responses(_AWAIT_TIMEOUT)
+                responses = executor.await_responses(_AWAIT_TIMEOUT)
             except Exception as error:
-                self._inbox.put((self._on_engine_lost, (str(error),)))
-                return
+                return str(error)
             if responses:
                 self._inbox.put((self._on_responses, (responses, self._clock.now())))
                 closed_before = False
-            elif not self._executor.can_enqueue_requests():
+            elif not executor.can_enqueue_requests():
                 # An engine that has just gone says why at the next call.
                 if closed_before:
-                    self._inbox.put((self._on_engine_lost, ("it stopped taking requests",)))
-                    return
+                    return "it stopped taking requests"
                 closed_before = True
+        return None

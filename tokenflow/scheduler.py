@@ -40,12 +40,13 @@ def plan(snapshot: Snapshot, policy: Policy) -> Decision:
 def _plan_fcfs(snapshot: Snapshot) -> Decision:
     """Hand everything to the engine in order of arrival; its own queue holds what does not fit.
 
-    Paused rows exist only after an engine was lost; they arrived first and go first.
+    Paused rows exist only after an engine was lost or a hold; they arrived first and go first.
     """
     s = snapshot.sessions
     fits = np.maximum(s.num_blocks_needed, s.num_blocks_final) <= snapshot.kv.num_total_blocks
-    resume = s.slot[(s.state == PREEMPTED) & fits].tolist()
-    admit = s.slot[(s.state == WAITING) & fits].tolist()
+    may_start = fits & ~s.held
+    resume = s.slot[(s.state == PREEMPTED) & may_start].tolist()
+    admit = s.slot[(s.state == WAITING) & may_start].tolist()
     why = dict.fromkeys((*resume, *admit), "arrival")
     return Decision(resume=tuple(resume), admit=tuple(admit), why=why)
 

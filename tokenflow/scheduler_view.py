@@ -37,7 +37,7 @@ CANCELLING = int(SessionState.CANCELLING)
 class View:
     """Rows are positions in the snapshot's columns; `running` does not hold those about to end.
 
-    waiting and paused leave out what is larger than the whole pool.
+    waiting and paused leave out what is larger than the whole pool, and what its client holds.
     num_tokens [n]: prompt and generated. need [n]: blocks charged when placed. frees [n]: blocks
     given back when paused. step_s: seconds of a step of the present batch.
     free_blocks: after the growth of those that stay, until a pause decided now takes effect.
@@ -97,6 +97,7 @@ def view_of(snapshot: Snapshot, policy: TokenflowPolicy) -> View:
     num_tokens = s.num_prompt_tokens + s.num_generated
     step_s = costs.step_s(max(1, len(staying)), float(num_tokens[staying].sum()))
     fits = np.maximum(s.num_blocks_needed, s.num_blocks_final) <= kv.num_total_blocks
+    may_start = fits & ~s.held
     if kv.capacity_policy is CapacitySchedulerPolicy.GUARANTEED_NO_EVICT:
         need = frees = s.num_blocks_needed
         free_blocks = kv.num_total_blocks - int(need[staying].sum())
@@ -116,8 +117,8 @@ def view_of(snapshot: Snapshot, policy: TokenflowPolicy) -> View:
         running=running,
         starting=starting,
         pausing=np.flatnonzero(pausing),
-        waiting=np.flatnonzero((state == WAITING) & fits),
-        paused=np.flatnonzero((state == PREEMPTED) & fits),
+        waiting=np.flatnonzero((state == WAITING) & may_start),
+        paused=np.flatnonzero((state == PREEMPTED) & may_start),
         num_tokens=num_tokens,
         need=need,
         frees=frees,

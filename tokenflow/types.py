@@ -29,7 +29,8 @@ class SessionState(enum.IntEnum):
 
     WAITING → PREFILLING → RUNNING → PAUSING → PREEMPTED → RESUMING → RUNNING … → FINISHED, and
     CANCELLING from any state that the engine knows. PAUSING may end FINISHED: the request ended by
-    itself in the step in flight.
+    itself in the step in flight. A lease that ends takes RUNNING to PREEMPTED directly. When the
+    engine is lost, what had started becomes PREEMPTED and what had not WAITING again.
     """
 
     WAITING = 0
@@ -152,6 +153,7 @@ class SessionColumns:
     wait_since_time: since when it waits (arrival, or the pause); undefined while running.
     running_since_time: first token since its (re)start; undefined while it is not RUNNING.
     slack_s: seconds until its reader runs dry; NaN before the first token, +inf without a reader.
+    held: the client holds its stream paused: it may not be started.
     read_rate: tokens/s; the reference rate for sessions without a reader.
     num_blocks_held: blocks of the engine's budget that a pause would free (0 outside the engine):
         the reservation, in GUARANTEED_NO_EVICT, else what it has filled. Blocks shared with others
@@ -174,6 +176,7 @@ class SessionColumns:
     has_reader: BoolArray
     started: BoolArray
     pausable: BoolArray
+    held: BoolArray
     priority: FloatArray
     num_prompt_tokens: IntArray
     num_generated: IntArray

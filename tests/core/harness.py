@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.stepped import SteppedExecutor
+from tests.support.stepped import LOSS, SteppedExecutor
 from tests.support.tracer import ListTracer
 from tokenflow.config import ServingConfig
 from tokenflow.coordinator import Coordinator, Planner
@@ -53,6 +53,7 @@ class ChosenPlanner:
             return Decision(pause=tuple(pause))
         in_engine = (SessionState.PREFILLING, SessionState.RUNNING, SessionState.RESUMING)
         room = self._max_batch_size - sum(state in in_engine for state in s.state) + len(pause)
+        may_start = {int(slot) for slot, held in zip(s.slot, s.held, strict=True) if not held}
         blocks = snapshot.kv.num_total_blocks - sum(
             int(needed)
             for slot, state, needed in zip(s.slot, s.state, s.num_blocks_needed, strict=True)
@@ -65,6 +66,8 @@ class ChosenPlanner:
         for wanted in chosen:
             for slot, state, needed in zip(s.slot, s.state, s.num_blocks_needed, strict=True):
                 if self.hold_paused and wanted is SessionState.PREEMPTED:
+                    continue
+                if slot not in may_start:
                     continue
                 if state == wanted and room > 0 and needed <= blocks:
                     chosen[wanted].append(int(slot))
@@ -88,8 +91,8 @@ class Harness:
     ) -> None:
         self.config = config
         self.script = script or pseudo_random(VOCAB_SIZE)
-        self.runner = ScriptedRunner(self.script, VOCAB_SIZE)
-        self.executor = executor_type(self.runner, config.executor_config())
+        self._executor_type = executor_type
+        self._make_engine()
         self.planner = planner or ChosenPlanner(config.max_batch_size)
         self.tracer = ListTracer()
         self.events: list[TokenEvent] = []
@@ -97,6 +100,26 @@ class Harness:
             self.executor, config, self.planner, self.events.append, self.tracer
         )
         self.now = 0.0
+
+    def _make_engine(self) -> None:
+        self.runner = ScriptedRunner(self.script, VOCAB_SIZE)
+        self.executor = self._executor_type(self.runner, self.config.executor_config())
+
+    def lose_engine(self, *, noticed: bool = True) -> None:
+        """The engine's process is killed, between steps or within one."""
+        self.executor.lose()
+        if noticed:
+            self.notice_loss()
+
+    def notice_loss(self) -> None:
+        """What the awaiter would post."""
+        self.coordinator.on_responses(self.executor.await_responses(), self.now)
+        self.coordinator.on_engine_lost(LOSS, self.now)
+
+    def start_engine(self) -> None:
+        """Another engine, in the place of the lost one."""
+        self._make_engine()
+        self.coordinator.on_engine_started(self.executor, self.now)
 
     def submit(
         self,
@@ -124,9 +147,12 @@ class Harness:
         self.executor.begin(self.now)
 
     def end(self, step_s: float = 0.05) -> None:
+        """The step's end, unless the engine is lost."""
         self.now += step_s
+        if self.executor.is_lost:
+            return
         self.executor.end(self.now)
-        self.coordinator.on_stats(self.executor.get_latest_iteration_stats())
+        self.coordinator.on_stats(self.executor.get_latest_iteration_stats(), self.now)
         self.coordinator.on_responses(self.executor.await_responses(), self.now)
 
     def step(self) -> None:
@@ -179,5 +205,6 @@ class Harness:
 
     def expect_nothing_left(self) -> None:
         assert len(self.coordinator.table) == 0
+        assert self.coordinator.num_held == 0
         assert self.executor.batcher.kv.num_used_blocks == 0
         assert self.runner.num_requests == 0

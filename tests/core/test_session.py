@@ -9,7 +9,8 @@ import pytest
 
 from tokenflow.errors import InternalError
 from tokenflow.executor.api import CapacitySchedulerPolicy
-from tokenflow.session import TRANSITIONS, Session, SessionTable
+from tokenflow.session import TRANSITIONS, Session
+from tokenflow.session_table import SessionTable
 from tokenflow.types import GenerateRequest, SessionState
 
 S = SessionState

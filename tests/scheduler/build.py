@@ -22,7 +22,7 @@ FLOATS = (
     "read_rate",
     "priority",
 )
-BOOLS = ("has_reader", "started", "pausable")
+BOOLS = ("held", "has_reader", "started", "pausable")
 
 COSTS = CostEstimate(
     prefill_tokens_per_s=2600.0,
@@ -77,6 +77,7 @@ def snapshot(
         "has_reader": True,
         "started": False,
         "pausable": True,
+        "held": False,
         "priority": 0.5,
         "num_prompt_tokens": 32,
         "num_generated": 0,

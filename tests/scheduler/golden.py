@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from perf.virtual_time import Simulation
+from perf.virtual_values import SimEngine
 from tests.scheduler.build import BOOLS, FLOATS
-from tests.scheduler.simulate import SimEngine, Simulation
 from tests.scheduler.workloads import demo, machines, sustained
 from tokenflow.executor.api import CapacitySchedulerPolicy
 from tokenflow.policies import TokenflowPolicy

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tests.scheduler.simulate import SimEngine, SimRequest, SimResult, Simulation
+from perf.virtual_time import Simulation
+from perf.virtual_values import SimEngine, SimRequest, SimResult
 from tests.scheduler.workloads import demo, machines, sustained
 from tokenflow.metrics import percentile, raw_throughput, stalls, ttft_s
 from tokenflow.policies import FcfsReservePolicy, Policy, TokenflowPolicy
@@ -59,7 +60,7 @@ def test_events_inside_a_step_have_their_own_instants_and_act_at_its_end() -> No
         step_per_sequence_s=0.0,
         step_per_context_token_s=0.0,
         prefill_tokens_per_s=1e9,
-        response_delay_s=0.01,
+        response_delays_s=(0.01,),
     )
     requests = [
         SimRequest(arrival_time=at, num_prompt_tokens=30, max_tokens=4) for at in (0.0, 0.04)

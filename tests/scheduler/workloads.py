@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from tests.scheduler.simulate import SimRequest
+from perf.virtual_values import SimRequest
 
 
 def demo(*, num_newcomers: int = 16, rate: float = 4.0, seed: int = 1) -> list[SimRequest]:

@@ -1,68 +1,61 @@
-"""An executor that moves only when told: the in-flight batcher behind the executor surface, without
-threads and in virtual time. Calls between `begin` and `end` fall into the step in flight."""
+"""The stepped engine with a memory, a conscience and an end: it remembers requests, checks each
+step and can be lost like an engine whose process was killed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
-from tokenflow.executor.api import ExecutorConfig, IterationStats, Request, Response
-from tokenflow.inflight.batcher import InflightBatcher
+from tokenflow.errors import EngineLostError
+from tokenflow.executor.api import ExecutorConfig, Request, Response
+from tokenflow.inflight import stepped
 from tokenflow.inflight.runner import Runner
 
+LOSS = "the engine process ended (signal SIGKILL)"
 
-class SteppedExecutor:
+
+class SteppedExecutor(stepped.SteppedExecutor):
+    """requests: everything ever enqueued, by the engine's id."""
+
     def __init__(self, runner: Runner, config: ExecutorConfig) -> None:
-        self.batcher = InflightBatcher(runner, config)
+        super().__init__(runner, config)
         self.requests: dict[int, Request] = {}
-        self._responses: list[Response] = []
-        self._stats: list[IterationStats] = []
-        self._next_id = 1
-
-    def enqueue_request(self, request: Request) -> int:
-        return self.enqueue_requests([request])[0]
+        self._unfinished: dict[int, Request] = {}
+        self.is_lost = False
 
     def enqueue_requests(self, requests: Sequence[Request]) -> list[int]:
-        ids = list(range(self._next_id, self._next_id + len(requests)))
-        self._next_id += len(requests)
-        for request_id, request in zip(ids, requests, strict=True):
-            self.requests[request_id] = request
-            self.batcher.enqueue(request_id, request)
+        if self.is_lost:
+            raise EngineLostError(LOSS)
+        ids = super().enqueue_requests(requests)
+        self.requests.update(zip(ids, requests, strict=True))
+        self._unfinished.update(zip(ids, requests, strict=True))
         return ids
 
     def await_responses(self, timeout: timedelta | None = None) -> list[Response]:
-        responses, self._responses = self._responses, []
+        responses = super().await_responses(timeout)
+        for response in responses:
+            if response.payload is None or response.payload.is_final:
+                self._unfinished.pop(response.request_id, None)
         return responses
 
-    def get_num_responses_ready(self) -> int:
-        return len(self._responses)
-
-    def cancel_request(self, id: int) -> None:
-        self.batcher.cancel(id)
-
-    def get_latest_iteration_stats(self) -> list[IterationStats]:
-        stats, self._stats = self._stats, []
-        return stats
-
     def can_enqueue_requests(self) -> bool:
-        return True
+        return not self.is_lost
 
-    def get_kv_cache_event_manager(self) -> Any | None:
-        return None
-
-    def shutdown(self) -> None:
-        self.batcher.drop_queued()
+    def lose(self) -> None:
+        """Killed now: what it had said is still heard, then each request gets an error."""
+        self.is_lost = True
+        ended = {r.request_id for r in self._responses if r.payload is None or r.payload.is_final}
+        self._responses += [
+            Response(request_id=id, client_id=request.client_id, error=LOSS)
+            for id, request in self._unfinished.items()
+            if id not in ended
+        ]
 
     def begin(self, now: float) -> None:
-        """First boundary and the computation of a step."""
-        self._responses += self.batcher.begin_step(now)
-        self.batcher.forward()
+        if not self.is_lost:
+            super().begin(now)
 
     def end(self, now: float) -> None:
-        """Second boundary: the step's responses become ready."""
-        result = self.batcher.finish_step(now)
-        self._responses += result.responses
-        if result.stats is not None:
-            self._stats.append(result.stats)
-        self.batcher.check_integrity()
+        if not self.is_lost:
+            super().end(now)
+            self.batcher.check_integrity()

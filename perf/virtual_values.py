@@ -1,0 +1,161 @@
+"""What a run in virtual time is given, and what it gives back.
+
+Owns the request, the engine with its limits and true costs, and the records of a run. All but
+`SimSeq` and `SimResult`, which the simulation fills, are immutable. Instants count from 0, the
+start of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tokenflow.config import ServingConfig
+from tokenflow.inflight.runner import SequenceChunk
+from tokenflow.metrics import Stream
+from tokenflow.types import EndReason, Usage
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimRequest:
+    """One request.
+
+    read_rate: tokens/s; None: no reader (it counts with the default rate).
+    pausable: False makes it of a kind that may never be paused (beam search).
+    cancel_after_s: its client leaves so long after the arrival, if it has not ended by then.
+    """
+
+    arrival_time: float
+    num_prompt_tokens: int
+    max_tokens: int
+    read_rate: float | None = 4.0
+    priority: float = 0.5
+    pausable: bool = True
+    kind: str = "reader"
+    cancel_after_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimEngine:
+    """Limits and true costs; the defaults are the fitted CPU engine of the demo.
+
+    response_delays_s: seconds that responses of a step are on their way, step by step, over and
+        over; they never overtake each other.
+    step_factors: multiples of the cost model's seconds, step by step, over and over.
+    """
+
+    max_batch_size: int = 8
+    num_total_blocks: int = 128
+    tokens_per_block: int = 32
+    max_num_tokens: int = 512
+    max_seq_len: int = 1 << 14
+    enable_chunked_context: bool = True
+    capacity_policy: str = "guaranteed_no_evict"
+    lease_tokens: int = 0
+    max_queue_size: int = 1 << 20
+    step_base_s: float = 0.045
+    step_per_sequence_s: float = 0.0013
+    step_per_context_token_s: float = 2.6e-6
+    prefill_tokens_per_s: float = 2600.0
+    response_delays_s: tuple[float, ...] = (0.002,)
+    step_factors: tuple[float, ...] = (1.0,)
+
+    def config(self) -> ServingConfig:
+        """The product's configuration; waiting time has no bound."""
+        return ServingConfig(
+            max_batch_size=self.max_batch_size,
+            max_num_tokens=self.max_num_tokens,
+            max_seq_len=self.max_seq_len,
+            tokens_per_block=self.tokens_per_block,
+            max_tokens_in_paged_kv_cache=self.num_total_blocks * self.tokens_per_block,
+            enable_chunked_context=self.enable_chunked_context,
+            batch_scheduler_policy=self.capacity_policy,
+            lease_tokens=self.lease_tokens,
+            max_queue_size=self.max_queue_size,
+            max_queue_delay_s=86_400,
+        )
+
+    def step_s(self, chunks: Sequence[SequenceChunk], step: int) -> float:
+        """Seconds of a step; one token behind kept KV costs what a decoded one costs."""
+        seconds = self.step_base_s
+        for chunk in chunks:
+            num_tokens = len(chunk.token_ids)
+            if num_tokens == 1:
+                num_read = chunk.start + 1
+                seconds += self.step_per_sequence_s + self.step_per_context_token_s * num_read
+            else:
+                seconds += num_tokens / self.prefill_tokens_per_s
+        return seconds * self.step_factors[step % len(self.step_factors)]
+
+
+@dataclass(eq=False)
+class SimSeq:
+    """What a client saw of its request.
+
+    end, error, retryable, end_time: of its one end; None and NaN before it.
+    """
+
+    request: SimRequest
+    token_times: list[float] = field(default_factory=list)
+    end: EndReason | None = None
+    error: str | None = None
+    retryable: bool = False
+    end_time: float = float("nan")
+    usage: Usage | None = None
+
+    @property
+    def num_pauses(self) -> int:
+        """Pauses over its whole life."""
+        return 0 if self.usage is None else self.usage.num_pauses
+
+    @property
+    def stream(self) -> Stream:
+        """What is measured."""
+        return Stream(
+            arrival_time=self.request.arrival_time,
+            token_times=np.array(self.token_times),
+            read_rate=self.request.read_rate,
+            output_length=self.request.max_tokens,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimStep:
+    """One step of the engine as it begins.
+
+    handles: the sequences that it computes, by the coordinator's handles (1, 2, … in order of
+        arrival). num_waiting: requests that wait for a place, paused ones included.
+    num_held_blocks: what sessions in the engine hold of its budget (reservations, where it makes
+        them). num_used_blocks: blocks referenced in the pool.
+    """
+
+    start_time: float
+    step_s: float
+    handles: tuple[int, ...]
+    num_waiting: int
+    num_held_blocks: int
+    num_used_blocks: int
+
+
+@dataclass(kw_only=True)
+class SimResult:
+    """What happened.
+
+    idle_slot_s, busy_slot_s: slot seconds that stood empty while somebody waited, and all in use.
+    num_thrown_away: tokens that the engine sampled and no client got.
+    """
+
+    seqs: list[SimSeq]
+    num_pauses: int = 0
+    num_forced: int = 0
+    num_internal_pauses: int = 0
+    num_recomputed_tokens: int = 0
+    num_thrown_away: int = 0
+    idle_slot_s: float = 0.0
+    busy_slot_s: float = 0.0
+
+    def streams(self, kind: str | None = None) -> list[Stream]:
+        """The measured streams, in order of arrival."""
+        return [q.stream for q in self.seqs if kind is None or q.request.kind == kind]

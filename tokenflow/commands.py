@@ -1,0 +1,131 @@
+"""What is asked of the engine: start, pause and end sessions; and which engine that is.
+
+Owns the executor of the moment, whether there is one, and since when it has made no progress.
+Invariant: the state of a session and what the engine was asked for change together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tokenflow.answers import Answers
+from tokenflow.errors import EngineError, InternalError
+from tokenflow.executor.api import Executor
+from tokenflow.preemption import CacheEstimate, engine_request
+from tokenflow.session import IN_ENGINE, Session
+from tokenflow.session_table import SessionTable
+from tokenflow.types import SessionState
+
+_S = SessionState
+
+
+class EngineCommands:
+    """Commands to the executor.
+
+    is_up: False between the loss of an engine and the start of the next one.
+    """
+
+    def __init__(
+        self, executor: Executor, table: SessionTable, answers: Answers, cache: CacheEstimate
+    ) -> None:
+        self._executor = executor
+        self._table = table
+        self._answers = answers
+        self._cache = cache
+        self._last_progress_time = float("-inf")
+        self.is_up = True
+
+    def takes_requests(self) -> bool:
+        """False once the engine has ended, also before that was noticed everywhere."""
+        return self._executor.can_enqueue_requests()
+
+    def use(self, executor: Executor) -> None:
+        """Another engine took the place of the lost one."""
+        self._executor = executor
+        self.is_up = True
+
+    def progressed(self, now: float) -> None:
+        """An iteration ended, or something was said."""
+        self._last_progress_time = now
+
+    def stalled_s(self, now: float) -> float:
+        """How long the engine has held requests without an iteration or a response, seconds."""
+        if not self.is_up or not self._table.count(*IN_ENGINE):
+            return 0.0
+        return now - self._last_progress_time
+
+    def start(self, sessions: Sequence[Session], why: Mapping[int, str], now: float) -> None:
+        """Enqueue sessions that wait or are paused, in order. What the engine refuses ends with its
+        message; if the engine has ended, they stay what they are."""
+        if not sessions:
+            return
+        if not self._table.count(*IN_ENGINE):
+            self.progressed(now)  # it was idle
+        if self._enqueue(sessions, why, now) is None:
+            return
+        for session in sessions:  # one of them may be the cause; it must not end the others
+            error = self._enqueue([session], why, now)
+            if error is None:
+                continue
+            if not self.takes_requests():
+                return
+            self._answers.failed(session, f"the engine refused the request: {error}", now)
+            self._table.transition(session, _S.FINISHED, now)
+
+    def pause(self, session: Session, now: float, *, why: str | None) -> None:
+        """Cancel a running session in the engine, to be resumed later."""
+        if session.state is not _S.RUNNING:
+            raise InternalError(f"pause of a session that is {session.state.name}")
+        self.cancel(session)
+        self._table.transition(session, _S.PAUSING, now)
+        self._count_pause(session, now, why=why)
+
+    def left_paused(self, session: Session, now: float) -> None:
+        """Its lease ended and it was not started again: a pause without a cancel."""
+        self._table.count_pause(session)
+        self._count_pause(session, now, why="lease")
+
+    def cancel(self, session: Session) -> None:
+        """Ask the engine for the end of what it holds of a session."""
+        self.cancel_all([session.executor_request_id])
+
+    def cancel_all(self, executor_ids: Sequence[int | None]) -> None:
+        """The same for the requests with these ids; None is nobody."""
+        for executor_id in executor_ids:
+            if executor_id is not None and self.is_up:
+                self._executor.cancel_request(executor_id)
+
+    def _enqueue(
+        self, sessions: Sequence[Session], why: Mapping[int, str], now: float
+    ) -> Exception | None:
+        """All of `sessions`, or none and return why."""
+        requests = [
+            engine_request(
+                s.request, s.output_token_ids, s.handle, self._table.max_tokens_to_enqueue(s)
+            )
+            for s in sessions
+        ]
+        try:
+            ids = self._executor.enqueue_requests(requests)
+        except (RuntimeError, EngineError) as error:
+            return error
+        for session, executor_request_id in zip(sessions, ids, strict=True):
+            resumed = session.state is _S.PREEMPTED
+            self._cache.forget(session.handle)
+            self._table.enter_engine(session, executor_request_id, now)
+            if resumed:
+                self._answers.counters.num_resumes += 1
+            event = "resume" if resumed else "admit"
+            self._answers.trace(event, session, now, why=why.get(session.slot))
+        return None
+
+    def _count_pause(self, session: Session, now: float, *, why: str | None) -> None:
+        self._answers.counters.num_pauses += 1
+        self._answers.trace(
+            "pause",
+            session,
+            now,
+            why=why,
+            slack_s=session.reader.slack_s(now),
+            num_tokens=len(session.output_token_ids),
+        )

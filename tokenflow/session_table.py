@@ -1,0 +1,294 @@
+"""All sessions: the only place where a request's state changes.
+
+`SessionTable` holds the sessions that have not finished, finds them by handle and by executor id,
+and keeps one row of numpy columns per session so that the planner's snapshot costs microseconds.
+Invariants: a state change that is not in `TRANSITIONS` raises; a session's row mirrors its fields
+after each method of the table; a finished session leaves the table and its row is reused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tokenflow.errors import InternalError
+from tokenflow.executor.api import CapacitySchedulerPolicy, num_blocks_needed
+from tokenflow.preemption import lease_of, unpausable_reason
+from tokenflow.reader import Reader
+from tokenflow.session import IN_ENGINE, TRANSITIONS, Session
+from tokenflow.session_rows import SessionRows
+from tokenflow.types import GenerateRequest, SessionColumns, SessionState
+
+_S = SessionState
+
+_WAITING_STATES = frozenset({_S.WAITING, _S.PREEMPTED})
+
+
+class SessionTable:
+    """All unfinished sessions, as objects and as columns, in order of arrival."""
+
+    def __init__(
+        self,
+        *,
+        capacity_policy: CapacitySchedulerPolicy,
+        tokens_per_block: int,
+        default_read_rate: float,
+        max_seq_len: int,
+        max_input_len: int,
+        lease_tokens: int = 0,
+        initial_rows: int = 64,
+    ) -> None:
+        self._policy = capacity_policy
+        self._tokens_per_block = tokens_per_block
+        self._default_read_rate = default_read_rate
+        self._max_seq_len = max_seq_len
+        self._max_input_len = max_input_len
+        self._lease_tokens = lease_tokens
+        self._rows = SessionRows(initial_rows)
+        self._by_handle: dict[int, Session] = {}
+        self._by_slot: dict[int, Session] = {}
+        self._by_executor_id: dict[int, Session] = {}
+        self._waiting: dict[int, Session] = {}
+        self._num_filled_blocks = 0
+        self._counts = dict.fromkeys(SessionState, 0)
+
+    def __len__(self) -> int:
+        return len(self._by_handle)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._by_handle.values()))
+
+    def count(self, *states: SessionState) -> int:
+        """Sessions that are in one of `states`."""
+        return sum(self._counts[state] for state in states)
+
+    def get(self, handle: int) -> Session | None:
+        """The unfinished session with this handle."""
+        return self._by_handle.get(handle)
+
+    def at_slot(self, slot: int) -> Session:
+        """The session of a row named in a Decision."""
+        return self._by_slot[slot]
+
+    def by_executor_id(self, executor_request_id: int) -> Session | None:
+        """The session that the engine knows under this id."""
+        return self._by_executor_id.get(executor_request_id)
+
+    def add(self, handle: int, request: GenerateRequest, now: float) -> Session:
+        """A new WAITING session; handles are unique."""
+        if handle in self._by_handle:
+            raise InternalError(f"handle {handle} is in use")
+        slot = self._rows.take()
+        reader = Reader(request.read_rate, self._default_read_rate)
+        session = Session(
+            handle=handle, slot=slot, request=request, reader=reader, last_transition_time=now
+        )
+        self._by_handle[handle] = session
+        self._by_slot[slot] = session
+        self._counts[session.state] += 1
+        self._waiting[handle] = session
+        self._fill_row(session)
+        return session
+
+    def transition(self, session: Session, state: SessionState, now: float) -> None:
+        """Change a session's state; raises InternalError for a change that cannot be."""
+        if state not in TRANSITIONS[session.state]:
+            raise InternalError(
+                f"request {session.request.request_id!r}: {session.state.name} -> {state.name}"
+            )
+        old = session.state
+        if old is _S.PREEMPTED:
+            session.paused_s += now - session.last_transition_time
+        session.state = state
+        session.last_transition_time = now
+        self._counts[old] -= 1
+        if old is _S.WAITING:
+            del self._waiting[session.handle]
+        if state is _S.FINISHED:
+            self._remove(session)
+            return
+        self._counts[state] += 1
+        slot, rows = session.slot, self._rows
+        rows.set_int("state", slot, state)
+        if state is _S.WAITING:
+            self._wait_again(session)
+        if state in _WAITING_STATES:
+            rows.set_float("wait_since_time", slot, now)
+        elif state is _S.RUNNING:
+            rows.set_float("running_since_time", slot, now)
+        if state not in IN_ENGINE:
+            self._leave_engine(session)
+        if state is _S.PAUSING:
+            self.count_pause(session)
+
+    def count_pause(self, session: Session) -> None:
+        """The session is being paused, or was left paused at the end of a lease."""
+        session.num_pauses += 1
+        self._rows.set_int("num_pauses", session.slot, session.num_pauses)
+
+    def enter_engine(self, session: Session, executor_request_id: int, now: float) -> None:
+        """The session was enqueued: WAITING -> PREFILLING or PREEMPTED -> RESUMING."""
+        resumed = session.state is _S.PREEMPTED
+        self.transition(session, _S.RESUMING if resumed else _S.PREFILLING, now)
+        session.executor_request_id = executor_request_id
+        session.enqueue_time = now
+        session.num_enqueued_tokens = session.num_tokens
+        session.lease_end = self._lease_end(session)
+        self._by_executor_id[executor_request_id] = session
+        occupied = self._num_blocks_occupied(session)
+        self._rows.set_int("num_blocks_held", session.slot, occupied)
+        self._rows.set_int("num_blocks_needed", session.slot, occupied)
+        self._count_filled(session, self.num_blocks(session.num_tokens))
+
+    def deliver(self, session: Session, token_ids: list[int], now: float) -> None:
+        """Tokens came from the engine and go to the client now."""
+        session.output_token_ids.extend(token_ids)
+        if session.first_token_time is None:
+            session.first_token_time = now
+            self._rows.set_int("started", session.slot, 1)
+        session.reader.deliver(len(token_ids), now)
+        self._write_progress(session)
+
+    def acknowledge(self, session: Session, num_consumed: int, now: float) -> None:
+        """The client has consumed `num_consumed` tokens in all; says nothing without a reader."""
+        if not session.request.has_reader:
+            return
+        session.reader.acknowledge(num_consumed, now)
+        self._write_reader(session)
+
+    def hold(self, session: Session, until: float | None, now: float) -> None:
+        """The client holds the stream until then; None: not any more."""
+        session.held_until = until
+        if until is None:
+            session.hold_end_time = now
+        self._rows.set_int("held", session.slot, until is not None)
+
+    def lost_with_engine(self, session: Session) -> None:
+        """The engine that held the session is gone."""
+        session.num_losses += 1
+
+    def unpausable_reason(self, request: GenerateRequest) -> str | None:
+        """Why the request can never be paused, or None."""
+        return unpausable_reason(
+            request, max_seq_len=self._max_seq_len, max_input_len=self._max_input_len
+        )
+
+    def max_tokens_to_enqueue(self, session: Session) -> int:
+        """Tokens that its next enqueue may generate: what is left, at most a lease."""
+        return lease_of(
+            session.request,
+            len(session.output_token_ids),
+            self._lease_tokens if self._is_pausable(session.request) else 0,
+        )
+
+    def set_resume_tokens(self, session: Session, num_tokens: int) -> None:
+        """Tokens that a resume would have to compute, by the current cache estimate."""
+        session.num_resume_tokens = num_tokens
+        self._rows.set_int("num_resume_tokens", session.slot, num_tokens)
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-num_tokens // self._tokens_per_block)
+
+    def num_blocks_at_full_length(self, request: GenerateRequest) -> int:
+        """Blocks of prompt and max_tokens, within max_seq_len; the last token needs none."""
+        num_tokens = len(request.input_token_ids) + request.max_tokens
+        return max(1, self.num_blocks(min(num_tokens, self._max_seq_len) - 1))
+
+    @property
+    def num_filled_blocks(self) -> int:
+        """Blocks that sessions in the engine have filled, by our own count."""
+        return self._num_filled_blocks
+
+    def waiting_since_before(self, time: float) -> list[Session]:
+        """The WAITING sessions that arrived before `time`, in order of arrival."""
+        old: list[Session] = []
+        for session in self._waiting.values():
+            if session.request.arrival_time >= time:
+                break
+            old.append(session)
+        return old
+
+    def columns(self, now: float) -> SessionColumns:
+        """The planner's view; arrays are copies."""
+        return self._rows.columns(now)
+
+    def _fill_row(self, session: Session) -> None:
+        request, slot = session.request, session.slot
+        num_prompt = len(request.input_token_ids)
+        rows = self._rows
+        rows.set_float("arrival_time", slot, request.arrival_time)
+        rows.set_float("wait_since_time", slot, request.arrival_time)
+        rows.set_float("priority", slot, request.priority)
+        rows.set_int("state", slot, session.state)
+        rows.set_int("has_reader", slot, request.has_reader)
+        rows.set_int("pausable", slot, self._is_pausable(request))
+        rows.set_int("num_prompt_tokens", slot, num_prompt)
+        rows.set_int("max_tokens", slot, request.max_tokens)
+        rows.set_int("num_blocks_final", slot, self.num_blocks_at_full_length(request))
+        rows.set_int("num_resume_tokens", slot, num_prompt)
+        self._write_progress(session)
+
+    def _is_pausable(self, request: GenerateRequest) -> bool:
+        return self.unpausable_reason(request) is None
+
+    def _wait_again(self, session: Session) -> None:
+        """Back among those that wait, which are kept in order of arrival."""
+        self._waiting[session.handle] = session
+        self._waiting = dict(sorted(self._waiting.items()))
+
+    def _lease_end(self, session: Session) -> int | None:
+        num_generated = len(session.output_token_ids)
+        num_tokens = self.max_tokens_to_enqueue(session)
+        rest = min(
+            session.request.max_tokens - num_generated, self._max_seq_len - session.num_tokens
+        )
+        return None if num_tokens >= rest else num_generated + num_tokens
+
+    def _write_reader(self, session: Session) -> None:
+        unread, unread_time, rate = session.reader.state
+        if session.reader.started and not session.request.has_reader:
+            unread = float("inf")
+        slot, rows = session.slot, self._rows
+        rows.set_float("unread", slot, unread)
+        rows.set_float("unread_time", slot, unread_time)
+        rows.set_float("read_rate", slot, rate)
+
+    def _write_progress(self, session: Session) -> None:
+        slot, rows = session.slot, self._rows
+        self._write_reader(session)
+        rows.set_int("num_generated", slot, len(session.output_token_ids))
+        occupied = self._num_blocks_occupied(session)
+        rows.set_int("num_blocks_needed", slot, occupied)
+        if session.state in IN_ENGINE:
+            rows.set_int("num_blocks_held", slot, occupied)
+            self._count_filled(session, self.num_blocks(session.num_tokens))
+
+    def _count_filled(self, session: Session, num_blocks: int) -> None:
+        self._num_filled_blocks += num_blocks - session.num_filled_blocks
+        session.num_filled_blocks = num_blocks
+
+    def _num_blocks_occupied(self, session: Session) -> int:
+        """What the engine's capacity policy counts for this session at its present length."""
+        num_tokens = session.num_tokens
+        if session.state not in IN_ENGINE:
+            num_left = self.max_tokens_to_enqueue(session)
+        else:
+            end = session.lease_end or session.request.max_tokens
+            num_left = max(1, end - len(session.output_token_ids))
+        num_left = max(1, min(num_left, self._max_seq_len - num_tokens))
+        return num_blocks_needed(self._policy, self._tokens_per_block, num_tokens, num_left)
+
+    def _leave_engine(self, session: Session) -> None:
+        if session.executor_request_id is not None:
+            self._by_executor_id.pop(session.executor_request_id, None)
+            session.executor_request_id = None
+        session.lease_end = None
+        self._rows.set_int("num_blocks_held", session.slot, 0)
+        self._rows.set_int("num_blocks_needed", session.slot, self._num_blocks_occupied(session))
+        self._count_filled(session, 0)
+
+    def _remove(self, session: Session) -> None:
+        self._leave_engine(session)
+        del self._by_handle[session.handle]
+        del self._by_slot[session.slot]
+        self._rows.give_back(session.slot)
