@@ -27,6 +27,7 @@ from tokenflow.executor.api import (
 )
 from tokenflow.feedback import EngineFeedback
 from tokenflow.holds import Holds
+from tokenflow.intake import Intake
 from tokenflow.preemption import CacheEstimate
 from tokenflow.recovery import Recovery
 from tokenflow.session import Session
@@ -92,6 +93,9 @@ class Coordinator:
             self._recovery,
             self._num_total_blocks,
         )
+        self._intake = Intake(
+            self.table, self._answers, self._feedback, config, self._num_total_blocks
+        )
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -102,20 +106,9 @@ class Coordinator:
     def submit(self, handle: int, request: GenerateRequest, now: float) -> None:
         """Take a request in, or answer at once that the server holds too many."""
         self.counters.num_received += 1
-        limit = self._config.max_queue_size
-        if self._num_unstarted() >= limit and self._needs_plan:
+        if self._intake.is_full() and self._needs_plan:
             self.plan(now)  # those who came just before may have a place
-        if self._num_unstarted() >= limit:
-            message = f"overloaded: {limit} requests are waiting (max_queue_size); try again later"
-            self._answers.refused(handle, request, message, now, retryable=True, overloaded=True)
-            return
-        num_blocks = self.table.num_blocks_at_full_length(request)
-        if num_blocks > self._num_total_blocks:
-            message = (
-                f"max_tokens: prompt of {len(request.input_token_ids)} and {request.max_tokens}"
-                f" tokens need {num_blocks} KV blocks, the pool has {self._num_total_blocks}"
-            )
-            self._answers.refused(handle, request, message, now)
+        if not self._intake.lets_in(handle, request, now):
             return
         session = self.table.add(handle, request, now)
         self._deadlines.add(handle, session.deadline)
@@ -238,7 +231,7 @@ class Coordinator:
     @property
     def num_queued_in_engine(self) -> int:
         """Enqueued requests that the engine holds in its own queue, as of its last iteration."""
-        return min(self._feedback.num_queued, self.table.count(_S.PREFILLING))
+        return self._intake.num_queued_in_engine
 
     @property
     def num_total_blocks(self) -> int:
@@ -294,13 +287,6 @@ class Coordinator:
 
     # -- internals -----------------------------------------------------------------------------
 
-    def _num_unstarted(self) -> int:
-        """Requests that wait for a place: ours, and those in the engine beyond its batch or, as
-        of its last iteration, in its queue."""
-        beyond = self.table.count(_S.PREFILLING, _S.RUNNING, _S.RESUMING)
-        beyond -= self._config.max_batch_size
-        return self.table.count(_S.WAITING) + max(beyond, self.num_queued_in_engine)
-
     def _expire(self, now: float) -> None:
         """End requests past their own limit, those that waited too long for their start, and holds
         that lasted too long."""
@@ -309,13 +295,7 @@ class Coordinator:
             if session is not None and not session.answered:
                 self._answers.timed_out(session, now)
                 self._abandon(session, now)
-        limit = self._config.max_queue_delay_s
-        for session in self.table.waiting_since_before(now - limit):
-            if session.held_until is None and session.hold_end_time < now - limit:
-                self.counters.num_overloaded += 1
-                message = f"overloaded: not started within {limit} s (max_queue_delay_s)"
-                self._answers.failed(session, message, now, retryable=True)
-                self.table.transition(session, _S.FINISHED, now)
+        self._intake.expire(now)
         self._holds.expire(now)
 
     def _refresh_cache_estimate(self) -> None:
