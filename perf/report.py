@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenflow.config import ServingConfig, format_parameters
+from tokenflow.preemption import UNPAUSABLE_KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "perf" / "results"
@@ -103,6 +104,13 @@ def parameter_table() -> str:
     return "\n".join(lines)
 
 
+def unpausable_table() -> str:
+    """Kinds of requests that are never paused, and why, for a document."""
+    lines = ["| kind | why |", "|---|---|"]
+    lines += [f"| {kind.name} | {kind.why} |" for kind in UNPAUSABLE_KINDS]
+    return "\n".join(lines)
+
+
 def _allowed(field: dataclasses.Field[Any]) -> str:
     choices = field.metadata["choices"] or (
         ("true", "false") if isinstance(field.default, bool) else ()
@@ -129,6 +137,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "demo_runs": _of_results("demo", runs_table),
     "burst_pa": _of_results("burst_pa", markdown_table),
     "parameters": lambda results: parameter_table(),
+    "unpausable": lambda results: unpausable_table(),
 }
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenflow.executor.api import OutputConfig, SamplingConfig
+from tokenflow.executor.api import OutputConfig, Request, SamplingConfig
 from tokenflow.preemption import CacheEstimate, derive_seed, engine_request, unpausable_reason
 from tokenflow.types import GenerateRequest
 
@@ -54,6 +55,39 @@ def test_a_resume_keeps_every_field_and_lowers_the_limits() -> None:
     assert first.streaming
     assert resumed.streaming
     assert resumed.output_config.return_log_probs
+
+
+NOT_OURS = {  # what the engine surface has and no request of ours asks for
+    "streaming": True,
+    "pad_id": None,
+    "kv_cache_retention_config": None,
+}
+
+
+def test_no_field_is_forgotten_at_a_resume() -> None:
+    """Every field that the engine knows is set here; one that a resume drops or changes fails."""
+    every = SamplingConfig(
+        beam_width=2, top_k=5, top_p=0.9, top_p_min=0.2, top_p_reset_ids=4, top_p_decay=0.9,
+        seed=11, temperature=0.7, min_tokens=6, repetition_penalty=1.1, presence_penalty=0.1,
+        frequency_penalty=0.2, prompt_ignore_length=2, no_repeat_ngram_size=3,
+        num_return_sequences=2, min_p=0.05,
+    )  # fmt: skip
+    defaults = SamplingConfig()
+    for name in SamplingConfig.__struct_fields__:
+        assert getattr(every, name) != getattr(defaults, name), f"set {name} in this test"
+    request = make_request(sampling_config=every, embedding_bias=((5, 1.5),))
+    first, resumed = engine_request(request, [], 42), engine_request(request, [4, 5], 42)
+    assert first.sampling_config == every
+    changed = msgspec.structs.replace(resumed.sampling_config, seed=11, min_tokens=6)
+    assert changed == every
+    untouched = Request(input_token_ids=(1,), max_tokens=1)
+    for name in Request.__struct_fields__:
+        if name in NOT_OURS:
+            assert getattr(resumed, name) == NOT_OURS[name]
+            continue
+        assert getattr(resumed, name) != getattr(untouched, name), f"{name} is not handed on"
+        if name not in ("input_token_ids", "max_tokens", "sampling_config"):
+            assert getattr(resumed, name) == getattr(first, name)
 
 
 def test_min_tokens_never_goes_below_zero() -> None:
