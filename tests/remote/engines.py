@@ -26,11 +26,17 @@ from tokenflow.executor.api import (
     Result,
 )
 from tokenflow.executor.channel import EngineInfo
+from tokenflow.executor.factory import GatedRunner
+from tokenflow.inflight.executor import InflightExecutor
+from tokenflow.inflight.runner import SequenceChunk, StepOutput
+from tokenflow.inflight.scripted_runner import ScriptedRunner
+from tokenflow.inflight.scripts import script_by_name
 
 OnProgress = Callable[[float, str], None]
 BeforeStep = Callable[[], None]
 
 CRASH_TOKEN = 666  # a prompt that starts with it ends the process in the next step
+FAIL_TOKEN = 667  # a prompt that starts with it makes `broken` fail for good in the next step
 MAX_QUEUE = 1000
 
 
@@ -269,14 +275,79 @@ def refusing(
 
 
 class BrokenEngine(CountingEngine):
-    """Stops working for good after its first request."""
+    """Fails for good: each request gets the token of the step and then an error, at the moment at
+    which the engine stops taking requests."""
+
+    _broken = False
+
+    def enqueue_requests(self, requests: Sequence[Request]) -> list[int]:
+        if self._broken:
+            raise RuntimeError("nothing more will be taken")
+        return super().enqueue_requests(requests)
 
     def can_enqueue_requests(self) -> bool:
-        return self._last_id == 7000
+        with self._condition:
+            return not self._closed and not self._broken
+
+    def _step(self) -> None:
+        super()._step()
+        if any(request.input_token_ids[0] == FAIL_TOKEN for request, _ in self._active.values()):
+            self._fail()
+
+    def _fail(self) -> None:
+        self._broken = True
+        for id in self._active:
+            self._ready.append(Response(request_id=id, error="the device is lost\n(code 719)"))
+        self._active.clear()
 
 
 def broken(
     config: ServingConfig, *, on_progress: OnProgress, before_step: BeforeStep
 ) -> tuple[CountingEngine, EngineInfo]:
-    """Answers what it holds and then refuses everything."""
+    """Gives what it computed, then errors for the rest, and then refuses everything."""
     return BrokenEngine(config.scripted_step_s, before_step), _info(config)
+
+
+class LateBrokenEngine(BrokenEngine):
+    """Computes a second token and fails when it is asked whether it takes requests: after what was
+    ready before was taken from it."""
+
+    def can_enqueue_requests(self) -> bool:
+        with self._condition:
+            if any(count == 1 for _, count in self._active.values()):
+                CountingEngine._step(self)
+                self._fail()
+        return super().can_enqueue_requests()
+
+    def _step(self) -> None:
+        if all(count == 0 for _, count in self._active.values()):
+            CountingEngine._step(self)
+
+
+def late_broken(
+    config: ServingConfig, *, on_progress: OnProgress, before_step: BeforeStep
+) -> tuple[CountingEngine, EngineInfo]:
+    """Fails between two looks of the host."""
+    return LateBrokenEngine(config.scripted_step_s, before_step), _info(config)
+
+
+class StickyRunner(ScriptedRunner):
+    """A device that never works again after the step in which FAIL_TOKEN was in a prompt."""
+
+    _broken = False
+
+    def forward(self, chunks: Sequence[SequenceChunk]) -> StepOutput:
+        self._broken |= any(FAIL_TOKEN in chunk.token_ids for chunk in chunks)
+        if self._broken:
+            raise RuntimeError("CUDA error: device-side assert triggered\nCompile with DSA")
+        return super().forward(chunks)
+
+
+def sticky(
+    config: ServingConfig, *, on_progress: OnProgress, before_step: BeforeStep
+) -> tuple[InflightExecutor, EngineInfo]:
+    """The embedded engine on a device with a sticky error."""
+    runner = StickyRunner(script_by_name("counting", 1000), 1000, step_s=config.scripted_step_s)
+    return InflightExecutor(GatedRunner(runner, before_step), config.executor_config()), _info(
+        config
+    )

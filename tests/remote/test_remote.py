@@ -20,7 +20,7 @@ from tests.remote.helpers import (
     wait_until,
 )
 from tokenflow.config import ServingConfig
-from tokenflow.errors import EngineError, EngineLostError
+from tokenflow.errors import EngineError
 from tokenflow.executor.api import Executor, FinishReason, Request
 from tokenflow.executor.remote import RemoteExecutor
 
@@ -126,14 +126,6 @@ def test_refusal_by_the_engine_is_an_error_response() -> None:
         for response in responses:
             assert response.error_msg.startswith("Maximum queue size of 0 has been reached")
         assert executor.can_enqueue_requests()
-
-
-def test_engine_that_gives_up_is_lost_after_its_last_answer() -> None:
-    with engine("broken") as executor:
-        id = executor.enqueue_request(request(3))
-        assert tokens(collect(executor, [id]), id) == [0, 1, 2]
-        with pytest.raises(EngineLostError, match="takes no more requests"):
-            executor.await_responses()
 
 
 def test_after_shutdown_every_call_raises_and_shutdown_is_idempotent() -> None:

@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tokenflow.config import ServingConfig
-from tokenflow.errors import ConfigError
+from tokenflow.errors import ConfigError, EngineError
 from tokenflow.executor.api import Executor, Request
 from tokenflow.executor.channel import EngineInfo
 from tokenflow.executor.remote import RemoteExecutor
+from tokenflow.executor.startup import StopSignal
 from tokenflow.inflight.executor import InflightExecutor
 from tokenflow.inflight.runner import BlockCopy, Runner, SequenceChunk, StepOutput
 from tokenflow.inflight.scripted_runner import create_scripted_runner
@@ -69,14 +70,20 @@ class GatedRunner:
         return self._runner.forward(chunks)
 
 
-def start_engine(config: ServingConfig, on_progress: OnProgress | None = None) -> Executor:
+def start_engine(
+    config: ServingConfig,
+    on_progress: OnProgress | None = None,
+    stop: StopSignal | None = None,
+) -> Executor:
     """A running engine: in a process of its own, or in this one if `engine_process` is off.
 
     Blocks until it takes requests. Raises ConfigError or EngineError with the reason otherwise.
+    `stop` ends a start under way with an EngineError: at once where the engine has a process, and
+    between two steps of loading, which may be seconds apart, where it has none.
     """
     if config.engine_process:
-        return RemoteExecutor(config, on_progress)
-    return create_executor(config, on_progress)
+        return RemoteExecutor(config, on_progress, stop=stop)
+    return create_executor(config, _stoppable(on_progress or _no_progress, stop))
 
 
 def create_executor(config: ServingConfig, on_progress: OnProgress | None = None) -> Executor:
@@ -133,6 +140,17 @@ def _create_torch_runner(config: ServingConfig, on_progress: OnProgress) -> Runn
             "max_seq_len", f"the model holds {longest} tokens, got {config.max_seq_len}"
         )
     return runner
+
+
+def _stoppable(on_progress: OnProgress, stop: StopSignal | None) -> OnProgress:
+    """Progress that raises EngineError in the loading thread once `stop` is set."""
+
+    def report(fraction: float, text: str) -> None:
+        if stop is not None and stop.is_set():
+            raise EngineError("the start of the engine was stopped")
+        on_progress(fraction, text)
+
+    return report
 
 
 def _in_steps(on_progress: OnProgress, text: str) -> Callable[[float], None]:

@@ -8,6 +8,9 @@ Invariants:
 - Dies with its parent: the kernel kills it when the thread that created it ends, and the end of the
   channel ends it at once, in whatever state it is.
 - Idle means blocked: no polling while the engine has no request.
+- An engine that fails for good (it takes no more requests) takes this process with it. What it had
+  computed leaves first; its error responses do not, because no request is at fault: the end of
+  the process is what tells the proxy, and the last line of the output tells why.
 - No more than the window of unacknowledged messages leaves here, and the engine's next step waits
   for the same window (`ResponseOutbox.wait_open`).
 """
@@ -30,11 +33,9 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NoReturn, Protocol
 
-import msgspec
-
 from tokenflow.config import ServingConfig, parse_parameters
-from tokenflow.errors import EngineError, TokenFlowError
-from tokenflow.executor.api import Executor, Request, Response
+from tokenflow.errors import EngineError, EngineLostError, TokenFlowError
+from tokenflow.executor.api import Executor, IterationStats, Response
 from tokenflow.executor.backpressure import ResponseOutbox
 from tokenflow.executor.channel import (
     Ack,
@@ -50,6 +51,7 @@ from tokenflow.executor.channel import (
     ToHost,
     decode_to_host,
 )
+from tokenflow.executor.request_ids import RequestIds
 
 EXIT_OK = 0
 EXIT_LOAD_FAILED = 3
@@ -78,51 +80,6 @@ class EngineFactory(Protocol):
         on_progress: Callable[[float, str], None],
         before_step: Callable[[], None],
     ) -> tuple[Executor, EngineInfo]: ...
-
-
-class RequestIds:
-    """The two names of each unfinished request. Calls may come from both threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._to_engine: dict[int, int] = {}
-        self._to_proxy: dict[int, int] = {}
-
-    def enqueue(
-        self, proxy_ids: Sequence[int], requests: Sequence[Request], executor: Executor
-    ) -> None:
-        """Enqueue and remember. The lock spans the call, so that no response of a request is
-        translated before its id is known; raises what the executor raises."""
-        with self._lock:
-            engine_ids = executor.enqueue_requests(requests)
-            self._to_engine.update(zip(proxy_ids, engine_ids, strict=True))
-            self._to_proxy.update(zip(engine_ids, proxy_ids, strict=True))
-
-    def engine_id(self, proxy_id: int) -> int | None:
-        """The engine's id; None when the request is unknown or its final response has passed."""
-        with self._lock:
-            return self._to_engine.get(proxy_id)
-
-    def engine_ids(self) -> list[int]:
-        """All unfinished requests, in the order of their start."""
-        with self._lock:
-            return list(self._to_proxy)
-
-    def empty(self) -> bool:
-        """True when no request is unfinished."""
-        return not self._to_proxy
-
-    def translate(self, responses: Sequence[Response]) -> list[Response]:
-        """The responses under the proxy's ids; final ones end their entry."""
-        result: list[Response] = []
-        with self._lock:
-            for response in responses:
-                proxy_id = self._to_proxy[response.request_id]
-                if response.payload is None or response.payload.is_final:
-                    del self._to_proxy[response.request_id]
-                    del self._to_engine[proxy_id]
-                result.append(msgspec.structs.replace(response, request_id=proxy_id))
-        return result
 
 
 class EngineHost:
@@ -178,23 +135,34 @@ class EngineHost:
                 self._busy.wait()
                 self._busy.clear()
             try:
-                responses = self._executor.await_responses(_POLL)
-                stats = self._executor.get_latest_iteration_stats()
-            except Exception:
+                responses, stats, failed = self._pull()
+            except Exception as error:
                 if self._stopping.is_set():
                     return EXIT_OK
+                if isinstance(error, EngineLostError):
+                    _report(str(error))
+                    return EXIT_ENGINE_FAILED
                 raise
             if self._stopping.is_set():
                 return EXIT_OK
             self._outbox.note_pull()
+            errors = [response.error_msg for response in responses if response.has_error()]
+            if failed:
+                responses = [response for response in responses if not response.has_error()]
             if responses or stats:
                 self._outbox.push(self._ids.translate(responses), stats)
-            settled = not responses and not stats and self._ids.empty()
-            if self._ids.empty() and not self._executor.can_enqueue_requests():
-                if self._stopping.is_set():  # it began after the look above
-                    return EXIT_OK
-                _report("the engine takes no more requests")
+            if failed:
+                _report(errors[-1] if errors else "the engine takes no more requests")
                 return EXIT_ENGINE_FAILED
+            settled = not responses and not stats and self._ids.empty()
+
+    def _pull(self) -> tuple[list[Response], list[IterationStats], bool]:
+        """What is ready, and whether the engine has failed for good: then that is all there is."""
+        responses = self._executor.await_responses(_POLL)
+        failed = not self._executor.can_enqueue_requests()
+        if failed and self._executor.get_num_responses_ready():
+            responses += self._executor.await_responses(timedelta(0))
+        return responses, self._executor.get_latest_iteration_stats(), failed
 
     # -- reader thread -------------------------------------------------------------------------
 
@@ -231,10 +199,13 @@ class EngineHost:
 
     def _enqueue(self, message: Enqueue) -> None:
         """A refusal (the engine's queue is full) becomes an error response to each: the proxy has
-        long returned the ids."""
+        long returned the ids. Not so where the engine has failed: the main thread ends the process.
+        """
         try:
             self._ids.enqueue(message.request_ids, message.requests, self._executor)
         except Exception as error:
+            if not self._executor.can_enqueue_requests():
+                return
             for request_id, request in zip(message.request_ids, message.requests, strict=True):
                 self._outbox.post(
                     Response(request_id=request_id, client_id=request.client_id, error=str(error))
@@ -274,7 +245,7 @@ def _exit(code: int) -> NoReturn:
 def _report(message: str) -> None:
     """One line on stderr, which the proxy quotes; nobody may be left to read it."""
     with contextlib.suppress(OSError):
-        sys.stderr.write(f"engine process: {message}\n")
+        sys.stderr.write(f"engine process: {' '.join(message.split())}\n")
         sys.stderr.flush()
 
 

@@ -8,7 +8,9 @@ Invariants:
 - `on_message` gets every message that the child managed to send, in order; then `on_end` is called
   exactly once, however the child ended. Both run in the reader thread.
 - `send` never blocks and keeps the order of each thread's messages.
-- After `close` no thread, descriptor or process is left.
+- After `close` no thread, descriptor or process is left, but for a process that the kernel cannot
+  end yet (a device driver that hangs) and the thread that waits for it: both `kill` and `close`
+  give it up after a bounded time.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ logger = logging.getLogger("tokenflow")
 _HOST_MODULE = "tokenflow.executor.host"
 _RECV_BYTES = 1 << 16  # below the size from which each buffer is mapped anew
 _STDERR_FD = 2
-_EXIT_WAIT_S = 2.0  # from the end of the channel to the end of the process
+_EXIT_WAIT_S = 2.0
 
 
 class EngineLink:
@@ -52,6 +54,8 @@ class EngineLink:
 
     on_end(message): how the engine ended, as one line that may be shown to a client.
     log_path: file to which the child's output is appended; None = this process's stderr.
+    exit_wait_s: from the end of the channel, or from SIGKILL, to the end of the process.
+    process_type: the operating system's process, or a fake's.
     Raises EngineError when the process cannot be started.
     """
 
@@ -63,9 +67,15 @@ class EngineLink:
         num_threads: int,
         max_backlog_bytes: int,
         log_path: Path | None,
+        exit_wait_s: float = _EXIT_WAIT_S,
+        process_type: type[EngineProcess] = EngineProcess,
     ) -> None:
         self._on_message = on_message
         self._on_end = on_end
+        self._exit_wait_s = exit_wait_s
+        self._is_killed = False
+        self._wake_lock = threading.Lock()
+        self._is_released = False
         with contextlib.ExitStack() as opened:
             self._log_fd = _open_log(log_path)
             opened.callback(os.close, self._log_fd)
@@ -75,7 +85,7 @@ class EngineLink:
             opened.callback(self._socket.close)
             with theirs:
                 channel = ["--fd", str(theirs.fileno()), "--parent-pid", str(os.getpid())]
-                self._process = EngineProcess(
+                self._process = process_type(
                     [python_executable(), "-m", _HOST_MODULE, *channel],
                     env=child_environment(os.environ, num_threads),
                     pass_fd=theirs.fileno(),
@@ -102,17 +112,31 @@ class EngineLink:
         if not self._sender.send(encode(message), bounded=bounded):
             raise EngineError("the engine takes no commands and the buffer for them is full")
 
+    def kill(self) -> None:
+        """End the process at once, in whatever state it is; never waits, safe from any thread until
+        `close`."""
+        self._process.send_signal(signal.SIGKILL)
+        self._is_killed = True
+        self._wake()
+
     def close(self, wait_s: float, terminate_wait_s: float) -> None:
         """Wait for the process to end by itself, then terminate and at last kill it; release
         everything. `on_end` has been called when this returns. Call once."""
         self._process.wait(wait_s)
         self._process.end(terminate_wait_s)
+        self._is_killed = True
+        self._wake()
         self._reader.join()
+        with self._wake_lock:
+            self._is_released = True
         self._release.close()
 
     def _wake(self) -> None:
-        """Make the reader look around."""
-        os.eventfd_write(self._wake_fd, 1)
+        """Make the reader look around. A process that outlives `close` calls this late, when the
+        descriptor may be somebody else's."""
+        with self._wake_lock:
+            if not self._is_released:
+                os.eventfd_write(self._wake_fd, 1)
 
     # -- reader thread -------------------------------------------------------------------------
 
@@ -127,16 +151,17 @@ class EngineLink:
             logger.exception("the engine's channel failed")
             failure = f"{type(error).__name__}: {error}"
         self._sender.close()
-        if not self._process.wait(0.0 if failure else _EXIT_WAIT_S):
+        if not self._process.wait(0.0 if failure or self._is_killed else self._exit_wait_s):
             self._process.send_signal(signal.SIGKILL)
-            self._process.wait(_EXIT_WAIT_S)
+            self._process.wait(self._exit_wait_s)
         self._drain_output()
         message = f"the engine process ended ({failure or self._process.describe_exit()})"
         last_line = self._log.last_line()
         self._on_end(f"{message}; its last output: {last_line}" if last_line else message)
 
     def _serve(self) -> None:
-        """Returns at the end of the channel, or of the process once nothing is left to read."""
+        """Returns at the end of the channel, or of the process once nothing is left to read, or
+        when it was killed and neither end comes."""
         channel_fd, output_fd = self._socket.fileno(), self._process.stderr_fd
         os.set_blocking(output_fd, False)
         frames = FrameBuffer()
@@ -146,9 +171,9 @@ class EngineLink:
         while True:
             write = select.POLLOUT if self._sender.wants_write else 0
             poller.register(channel_fd, select.POLLIN | write)
-            exited = self._process.returncode is not None
-            ready = poller.poll(0 if exited else None)
-            if exited and not ready:
+            exited, killed = self._process.returncode is not None, self._is_killed
+            ready = poller.poll(0 if exited else self._exit_wait_s * 1000 if killed else None)
+            if (exited or killed) and not ready:
                 return
             for fd, events in ready:
                 if fd == channel_fd:

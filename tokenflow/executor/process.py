@@ -7,11 +7,13 @@ Invariants:
   session, and no descriptor but the one it is given.
 - The child asks the kernel to be killed with its parent, which follows the *thread* that created
   it. So one permanent thread creates the child and then waits for its end; it ends after the child.
-- The child is always reaped, and once only, by that thread.
+- The child is always reaped, and once only, by that thread, and never while somebody signals it: a
+  signal cannot hit a process that was given the same id.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -124,6 +126,7 @@ class EngineProcess:
         self._start_error: Exception | None = None
         self._started = threading.Event()
         self._exited = threading.Event()
+        self._reaping = threading.Lock()  # held while the child is reaped or signalled
         self.stderr_fd, self._child_stderr_fd = os.pipe()
         self._spawner = threading.Thread(
             target=self._spawn_and_wait, name="tokenflow-engine-spawner", daemon=True
@@ -153,9 +156,11 @@ class EngineProcess:
         return self._exited.wait(timeout_s)
 
     def send_signal(self, number: int) -> None:
-        """Signal the child unless it is gone."""
-        if not self._exited.is_set() and self._child is not None:
-            self._child.send_signal(number)
+        """Signal the child unless it is gone. Safe from any thread."""
+        with self._reaping:
+            if not self._exited.is_set() and self._child is not None:
+                with contextlib.suppress(ProcessLookupError):  # SIGCHLD ignored: nobody reaps
+                    os.kill(self._child.pid, number)
 
     def end(self, grace_s: float) -> None:
         """Make sure that it is gone, with SIGTERM first and SIGKILL after `grace_s`; it is
@@ -194,8 +199,11 @@ class EngineProcess:
         finally:
             self._started.set()
         if self._child is not None:
-            self._child.wait()
-            self._exited.set()
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOWAIT)
+            with self._reaping:
+                self._child.wait()
+                self._exited.set()
             self._on_exit()
 
 

@@ -7,6 +7,7 @@ itself and hands the request to the socket, or to a bounded buffer.
 Invariants:
 - Every request gets exactly one final response. When the engine ends, for whatever reason, what it
   had already sent is delivered first and then each unfinished request gets one error response.
+  No error of that kind is visible while `can_enqueue_requests` is still True.
 - Commands of one thread arrive in the order in which it gave them.
 - No more than `window` messages wait for `await_responses`; the next ones are acknowledged only
   when it has taken them, so a caller that does not read stops the engine instead of filling memory.
@@ -22,7 +23,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -38,15 +38,13 @@ from tokenflow.executor.channel import (
     Cancel,
     EngineInfo,
     Enqueue,
-    Failed,
     FromHost,
     Iteration,
-    Progress,
-    Ready,
     Setup,
     Shutdown,
 )
 from tokenflow.executor.link import EngineLink
+from tokenflow.executor.startup import EngineStartup, StopSignal
 
 logger = logging.getLogger("tokenflow")
 
@@ -67,6 +65,7 @@ class RemoteExecutor:
     window: iteration messages that may be on their way, and again as many that may wait here.
     max_backlog_bytes: commands that may wait for an engine that does not read.
     log_path: file to which the engine's output is appended; None = this process's stderr.
+    stop: ends a start that waits for the engine to load, within a fraction of a second.
     stop_wait_s, terminate_wait_s: what `shutdown` grants the process to end when asked, and when
         told by SIGTERM, before the next harder step.
     """
@@ -81,6 +80,7 @@ class RemoteExecutor:
         max_backlog_bytes: int = MAX_BACKLOG_BYTES,
         load_timeout_s: float | None = None,
         log_path: Path | None = None,
+        stop: StopSignal | None = None,
         stop_wait_s: float = _STOP_WAIT_S,
         terminate_wait_s: float = _TERMINATE_WAIT_S,
     ) -> None:
@@ -98,10 +98,9 @@ class RemoteExecutor:
         self._unfinished: dict[int, int | None] = {}  # request id -> client_id
         self._cancelled: set[int] = set()
         self._last_id = 0
-        self._progress: deque[Progress] = deque()
-        self._info: EngineInfo | None = None
-        self._load_error: str | None = None
+        self._startup = EngineStartup()
         self._lost: str | None = None
+        self._kill_reason: str | None = None
         self._shut_down = False
         self._shutdown_lock = threading.Lock()
         self._link = EngineLink(
@@ -113,8 +112,9 @@ class RemoteExecutor:
         )
         try:
             self._link.send(Setup(format_parameters(config), factory, window))
-            self._wait_ready(on_progress or _no_progress, load_timeout_s)
+            self._startup.wait(on_progress or _no_progress, load_timeout_s, stop)
         except BaseException:
+            self._link.kill()
             self._close(0.0)
             raise
 
@@ -215,37 +215,29 @@ class RemoteExecutor:
 
     # -- what only this executor has -----------------------------------------------------------
 
+    def kill(self, reason: str) -> None:
+        """End the engine's process at once, whatever it does (a stuck one, or one that is stopped).
+        Never waits, from any thread. The loss comes as that of any engine, with `reason` (one line
+        that may be shown to a client) in front of its message. Nothing happens to an engine that is
+        gone already."""
+        with self._condition:
+            if self._shut_down or self._lost is not None:
+                return
+            self._kill_reason = self._kill_reason or reason
+        self._link.kill()
+
     @property
     def info(self) -> EngineInfo:
         """What the engine said about itself when it was ready."""
-        assert self._info is not None
-        return self._info
+        assert self._startup.info is not None
+        return self._startup.info
 
     @property
     def pid(self) -> int:
         """Process id of the engine."""
         return self._link.pid
 
-    # -- start and end -------------------------------------------------------------------------
-
-    def _wait_ready(
-        self, on_progress: Callable[[float, str], None], timeout_s: float | None
-    ) -> None:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            with self._condition:
-                rest_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-                if not self._condition.wait_for(self._has_load_news, rest_s):
-                    raise EngineError(f"the engine was not ready after {timeout_s} s")
-                progress = list(self._progress)
-                self._progress.clear()
-                ready, lost = self._info is not None, self._lost
-            for step in progress:
-                on_progress(step.fraction, step.text)
-            if ready:
-                return
-            if lost is not None:
-                raise EngineError(self._load_error or f"{lost}, before the engine was ready")
+    # -- end -----------------------------------------------------------------------------------
 
     def _close(self, stop_wait_s: float) -> None:
         """Ask, wait, terminate, kill; then release everything."""
@@ -254,6 +246,8 @@ class RemoteExecutor:
                 if self._shut_down:
                     return
                 self._shut_down = True
+                if self._lost is not None:
+                    stop_wait_s = 0.0
                 self._responses.clear()
                 self._condition.notify_all()
             if stop_wait_s > 0:
@@ -267,23 +261,13 @@ class RemoteExecutor:
     def _has_news(self) -> bool:
         return bool(self._responses) or self._shut_down or self._lost is not None
 
-    def _has_load_news(self) -> bool:
-        return bool(self._progress) or self._info is not None or self._lost is not None
-
     # -- the link's reader thread --------------------------------------------------------------
 
     def _on_message(self, message: FromHost) -> None:
         if isinstance(message, Iteration):
             self._take(message)
-            return
-        with self._condition:
-            if isinstance(message, Progress):
-                self._progress.append(message)
-            elif isinstance(message, Ready):
-                self._info = message.info
-            elif isinstance(message, Failed):
-                self._load_error = message.message
-            self._condition.notify_all()
+        else:
+            self._startup.take(message)
 
     def _take(self, message: Iteration) -> None:
         """Make responses and statistics visible. A message is acknowledged here while few wait for
@@ -313,6 +297,8 @@ class RemoteExecutor:
     def _on_end(self, message: str) -> None:
         """The engine is gone: say so to every unfinished request, once."""
         with self._condition:
+            if self._kill_reason is not None:
+                message = f"{self._kill_reason}: {message}"
             self._lost = message
             self._responses.extend(
                 Response(request_id=id, client_id=client_id, error=message)
@@ -321,7 +307,8 @@ class RemoteExecutor:
             self._unfinished.clear()
             self._cancelled.clear()
             self._condition.notify_all()
-            expected = self._shut_down or self._info is None
+            expected = self._shut_down or self._startup.info is None
+        self._startup.lose(message)
         if not expected:
             logger.error("%s", message)
 

@@ -19,7 +19,8 @@ even while the batch is full. Waiting requests become active while there are few
 `max_batch_size`, and beyond that if their priority exceeds the lowest active one.
 
 If the runner fails, every active request gets an error response and its blocks are freed without
-being stored; what waits goes on. Each request gets exactly one final response.
+being stored; what waits goes on. Each request gets exactly one final response. How many
+steps failed in a row is counted here; what follows from it is the executor's business.
 """
 
 from __future__ import annotations
@@ -62,7 +63,11 @@ class StepResult:
 
 class InflightBatcher:
     """Drives a runner. Not thread-safe; `enqueue` and `cancel` may be called at any moment between
-    the phases of a step, by the thread that runs it."""
+    the phases of a step, by the thread that runs it.
+
+    num_failed_steps: steps that the runner failed since the last one that it computed.
+    last_failure: what the last of them said.
+    """
 
     def __init__(self, runner: Runner, config: ExecutorConfig) -> None:
         """Allocates the runner's KV pool. Raises ConfigError for limits that cannot work."""
@@ -85,6 +90,8 @@ class InflightBatcher:
         self._num_completed = 0
         self._last_num_active = 0
         self._context_waited = False
+        self.num_failed_steps = 0
+        self.last_failure = ""
 
     @property
     def num_active(self) -> int:
@@ -157,8 +164,12 @@ class InflightBatcher:
         iteration = self._current()
         self._iteration = None
         if iteration.failure is not None:
+            self.num_failed_steps += 1
+            self.last_failure = iteration.failure
             responses = self._fail_active(iteration.failure)
         else:
+            if iteration.chunks:
+                self.num_failed_steps = 0
             responses = self._update(iteration)
         stats = None
         if iteration.num_active or self._last_num_active:

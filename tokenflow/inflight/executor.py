@@ -14,12 +14,16 @@ One lock guards what callers and the thread share; it is never held while the ba
 inbox stays bounded by the requests alive: a cancel of an id whose final response is ready, or that
 was cancelled already, is dropped at once.
 
-If the batcher raises (a bug, or a runner that cannot even forget a request), every request alive
-gets an error response and the engine takes no more work.
+The engine fails for good if the batcher raises (a bug, or a runner that cannot even forget a
+request), or if MAX_FAILED_STEPS steps fail in a row (a sticky device error makes every step fail).
+Every request alive then gets an error response, all at the moment at which `can_enqueue_requests`
+turns False, and further calls raise EngineLostError as those of an engine whose process is gone do.
+When the engine's thread has ended, the runner and its memory are let go.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -27,10 +31,15 @@ from datetime import timedelta
 from typing import Any
 
 from tokenflow.clock import Clock, MonotonicClock
+from tokenflow.errors import EngineLostError
 from tokenflow.executor.api import ExecutorConfig, IterationStats, Request, Response
 from tokenflow.inflight.batcher import InflightBatcher
 from tokenflow.inflight.responses import error_response
 from tokenflow.inflight.runner import Runner
+
+logger = logging.getLogger("tokenflow")
+
+MAX_FAILED_STEPS = 3
 
 
 class InflightExecutor:
@@ -64,11 +73,12 @@ class InflightExecutor:
         return self.enqueue_requests([request])[0]
 
     def enqueue_requests(self, requests: Sequence[Request]) -> list[int]:
-        """See Executor. Raises RuntimeError when not all of them fit in the queue."""
+        """See Executor. Raises RuntimeError when not all of them fit in the queue, EngineLostError
+        when the engine has failed for good."""
         with self._lock:
             self._check_running()
             if self._failure is not None:
-                raise RuntimeError(self._failure)
+                raise EngineLostError(self._failure)
             limit = self._max_queue_size
             if limit is not None and self._num_queued + len(requests) > limit:
                 raise RuntimeError(
@@ -84,11 +94,14 @@ class InflightExecutor:
         return ids
 
     def await_responses(self, timeout: timedelta | None = None) -> list[Response]:
-        """See Executor."""
+        """See Executor. Raises EngineLostError when the engine has failed for good and every
+        response has been handed out."""
         seconds = None if timeout is None else timeout.total_seconds()
         with self._lock:
-            self._ready.wait_for(lambda: self._responses or self._is_shutdown, seconds)
+            self._ready.wait_for(self._has_news, seconds)
             self._check_running()
+            if self._failure is not None and not self._responses:
+                raise EngineLostError(self._failure)
             responses = list(self._responses)
             self._responses.clear()
         return responses
@@ -137,16 +150,33 @@ class InflightExecutor:
         if self._is_shutdown:
             raise RuntimeError("Shutdown called, the executor takes no further calls")
 
+    def _has_news(self) -> bool:
+        return bool(self._responses) or self._is_shutdown or self._failure is not None
+
     def _run(self) -> None:
         try:
-            while self._wait_for_work():
-                self._publish(self._batcher.begin_step(self._clock.now()), None)
-                self._batcher.forward()
-                self._take_inbox()
-                result = self._batcher.finish_step(self._clock.now())
-                self._publish(result.responses, result.stats)
+            self._step_until_end()
         except Exception as error:
-            self._fail(f"The engine failed and takes no more requests: {error!r}")
+            logger.exception("the engine failed")
+            self._fail(repr(error))
+        finally:
+            del self._batcher  # only this thread uses it
+
+    def _step_until_end(self) -> None:
+        """Step while there is work, until shutdown or until the runner fails again and again."""
+        while self._wait_for_work():
+            self._publish(self._batcher.begin_step(self._clock.now()), None)
+            self._batcher.forward()
+            self._take_inbox()
+            result = self._batcher.finish_step(self._clock.now())
+            num_failed = self._batcher.num_failed_steps
+            if num_failed >= MAX_FAILED_STEPS:
+                self._fail(
+                    f"{num_failed} steps failed in a row, the last one with: "
+                    f"{self._batcher.last_failure}"
+                )
+                return
+            self._publish(result.responses, result.stats)
 
     def _wait_for_work(self) -> bool:
         """Sleep until there is something to do; False when the thread has to end."""
@@ -182,7 +212,8 @@ class InflightExecutor:
                 self._responses.extend(responses)
                 self._ready.notify_all()
 
-    def _fail(self, message: str) -> None:
+    def _fail(self, reason: str) -> None:
+        message = f"The engine failed and takes no more requests: {reason}"
         with self._lock:
             self._failure = message
             self._inbox.clear()
