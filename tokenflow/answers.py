@@ -31,7 +31,9 @@ class Counters:
 
     num_engine_losses, num_recovered: engines that were lost, and sessions that went on afterwards.
     num_lease_ends: enqueues that ended at their lease while the request went on.
-    num_resumes_recomputed: resumes whose KV had to be computed again, in part or whole.
+    num_resumes_from_cache, num_resumes_recomputed: resumes that found their KV in the engine, and
+        those whose KV had to be computed again, in part or whole; counted at the end of the run
+        that they began.
     """
 
     num_received: int = 0
@@ -45,6 +47,7 @@ class Counters:
     num_internal_pauses: int = 0
     num_lease_ends: int = 0
     num_resumes: int = 0
+    num_resumes_from_cache: int = 0
     num_resumes_recomputed: int = 0
     num_recomputed_tokens: int = 0
     num_output_tokens: int = 0

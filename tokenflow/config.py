@@ -104,6 +104,9 @@ class ServingConfig:
         low=1,
         high=3600,
     )
+    engine_load_timeout_s: float = _field(
+        1800.0, "longest time from the start of an engine to its readiness", low=1, high=86_400
+    )
     max_engine_restarts: int = _field(
         8, "engine losses within engine_restart_window_s before serving ends", low=0, high=1000
     )

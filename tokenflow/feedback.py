@@ -190,5 +190,7 @@ class EngineFeedback:
         if metrics is None or num_enqueued == len(session.request.input_token_ids):
             return
         num_recomputed = max(0, num_enqueued - 1 - metrics.num_reused_tokens)
-        self._answers.counters.num_recomputed_tokens += num_recomputed
-        self._answers.counters.num_resumes_recomputed += num_recomputed > 0
+        counters = self._answers.counters
+        counters.num_recomputed_tokens += num_recomputed
+        counters.num_resumes_recomputed += num_recomputed > 0
+        counters.num_resumes_from_cache += num_recomputed == 0

@@ -1,10 +1,18 @@
 """Triton request -> GenerateRequest: every check that can be made before a token is generated.
 
 Owns the meaning of the text model's inputs (the names, types and shapes of tensorrtllm_backend's
-`ensemble`, plus read_rate and priority) and of its request parameters. Pure: plain numpy arrays in,
-values out; the seed of a request without one is passed in. Every refusal is an InvalidRequestError
-that names the field as the client wrote it; an input that is not supported yet is refused unless
-its value means "off".
+`ensemble`, plus read_rate and priority) and of its request parameters; sampling.py and words.py
+have their part of it. Pure: plain numpy arrays in, values out; the seed of a request without one is
+passed in. Every refusal is an InvalidRequestError that names the field as the client wrote it; an
+input that is not supported is refused unless its value means "off".
+
+Length: a request without max_tokens gets the configured default_max_tokens; either is lowered to
+what max_seq_len leaves after the prompt.
+
+Time: the parameter `timeout`, in microseconds as in KServe's protocol (0 = none), is the longest
+time from arrival to end, waiting and pauses included; then the answer ends with what it has. Triton
+does not act on it where a model takes requests at once; it hands gRPC's over, and leaves that of
+HTTP generate among the parameters (triton_io.py puts both there).
 
 End tokens: a model may have several, the executor surface knows one, `end_id`, which the engine
 masks until min_tokens were generated. The others go to the engine as stop words of one id, so that
@@ -28,20 +36,21 @@ from tokenflow.errors import InvalidRequestError
 from tokenflow.executor.api import (
     CapacitySchedulerPolicy,
     OutputConfig,
-    SamplingConfig,
     num_blocks_needed,
 )
 from tokenflow.types import GenerateRequest
 from triton_backend.fields import Fields, Tensor, check_number
 from triton_backend.inputs import refuse_unknown, refuse_unsupported
+from triton_backend.sampling import read_sampling
 from triton_backend.text import TextTokenizer
+from triton_backend.words import read_bad_words, read_embedding_bias, read_words
 
 READ_RATE_BOUNDS = (0.01, 10_000.0)
 """Tokens per second that a client may declare."""
 MAX_READER_RATE = 100.0
 """Tokens per second; nobody reads or listens faster, so who declares more is a machine."""
-MAX_STOP_WORDS = 64
-MAX_STOP_WORD_CHARACTERS = 1024
+MAX_TIMEOUT_US = 1e15
+"""Longest `timeout`, some thirty years; a negative one of a gRPC client arrives as more."""
 _INT32_MAX = (1 << 31) - 1
 _DEFAULT_PRIORITY = 0.5
 
@@ -75,8 +84,7 @@ def parse_request(
     """Validate a generation request (not a control request; control.py).
 
     unset_seed: uint64 seed for a request that gives none.
-    A prompt takes at most max_seq_len - 1 tokens, and without chunked context max_num_tokens;
-    max_tokens is lowered to what max_seq_len leaves.
+    A prompt takes at most max_seq_len - 1 tokens, and without chunked context max_num_tokens.
     Raises InvalidRequestError.
     """
     fields = Fields(tensors)
@@ -86,8 +94,8 @@ def parse_request(
     streaming = fields.boolean("stream", False)
     prompt, input_token_ids = _prompt(fields, tokenizer, config)
     max_tokens = _max_tokens(fields, len(input_token_ids), config)
-    sampling_config = _sampling(fields, tokenizer.vocab_size, max_tokens, unset_seed)
-    stop_strings = _stop_strings(fields)
+    sampling_config = read_sampling(fields, tokenizer.vocab_size, max_tokens, unset_seed)
+    stop_strings = read_words(fields, "stop_words")
     end_id, further_end_ids = _end_ids(fields, tokenizer, stop_strings)
     engine_stops = () if sampling_config.min_tokens else further_end_ids
     read_rate, has_reader = _reader(fields, parameters, streaming)
@@ -101,10 +109,13 @@ def parse_request(
         output_config=OutputConfig(return_log_probs=fields.boolean("return_log_probs", False)),
         end_id=end_id,
         stop_words=tuple((token_id,) for token_id in engine_stops),
+        bad_words=read_bad_words(fields, tokenizer),
+        embedding_bias=read_embedding_bias(fields, tokenizer),
         read_rate=read_rate,
         has_reader=has_reader,
         priority=_priority(fields, parameters),
         streaming=streaming,
+        timeout_s=_timeout_s(parameters),
     )
     return TextRequest(
         generate=generate,
@@ -150,7 +161,7 @@ def _max_input_len(config: ServingConfig) -> tuple[int, str]:
 def _max_tokens(fields: Fields, num_input_tokens: int, config: ServingConfig) -> int:
     max_tokens = fields.integer("max_tokens", 1, _INT32_MAX)
     if max_tokens is None:
-        raise InvalidRequestError("max_tokens", "is required")
+        max_tokens = config.default_max_tokens
     max_tokens = min(max_tokens, config.max_seq_len - num_input_tokens)
     size = config.tokens_per_block
     num_blocks = num_blocks_needed(  # at full length, however the engine reserves them
@@ -179,35 +190,6 @@ def _end_ids(
     return end_id, tuple(sorted(further - {end_id}))
 
 
-def _sampling(fields: Fields, vocab_size: int, max_tokens: int, unset_seed: int) -> SamplingConfig:
-    """Greedy when top_k and top_p are unset (or top_k is 0 or 1), or temperature is 0."""
-    top_k = fields.integer("top_k", 0, vocab_size) or None
-    top_p = fields.number("top_p", 0.0, 1.0, above_low=True)
-    temperature = fields.number("temperature", 0.0, 1e6)
-    if temperature == 0.0:
-        temperature, top_k, top_p = None, 1, None
-    min_tokens = _renamed(
-        "min_tokens",
-        fields.integer("min_tokens", 0, _INT32_MAX),
-        "min_length",
-        fields.integer("min_length", 0, _INT32_MAX),
-    )
-    seed = _renamed("seed", fields.unsigned("seed"), "random_seed", fields.unsigned("random_seed"))
-    return SamplingConfig(
-        top_k=top_k,
-        top_p=top_p,
-        temperature=temperature,
-        seed=unset_seed if seed is None else seed,
-        min_tokens=min(min_tokens, max_tokens) if min_tokens else None,
-    )
-
-
-def _renamed(name: str, value: int | None, old_name: str, old_value: int | None) -> int | None:
-    if value is not None and old_value is not None and value != old_value:
-        raise InvalidRequestError(old_name, f"is the old name of {name}, with another value")
-    return old_value if value is None else value
-
-
 def _either(
     fields: Fields, parameters: Mapping[str, object], name: str, low: float, high: float
 ) -> float | None:
@@ -232,13 +214,8 @@ def _priority(fields: Fields, parameters: Mapping[str, object]) -> float:
     return _DEFAULT_PRIORITY if value is None else value
 
 
-def _stop_strings(fields: Fields) -> tuple[str, ...]:
-    stops = fields.texts("stop_words")
-    if len(stops) > MAX_STOP_WORDS:
-        raise InvalidRequestError("stop_words", f"at most {MAX_STOP_WORDS}, got {len(stops)}")
-    for stop in stops:
-        if len(stop) > MAX_STOP_WORD_CHARACTERS:
-            raise InvalidRequestError(
-                "stop_words", f"at most {MAX_STOP_WORD_CHARACTERS} characters each, got {len(stop)}"
-            )
-    return tuple(dict.fromkeys(stops))
+def _timeout_s(parameters: Mapping[str, object]) -> float | None:
+    value = parameters.get("timeout")
+    if value is None:
+        return None
+    return check_number("timeout", value, 0.0, MAX_TIMEOUT_US, note=" microseconds") / 1e6 or None

@@ -45,12 +45,11 @@ class Fields:
         return None if value is None else self._decoded(name, value)
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """A BYTES list as texts; empty strings mean "none" and are left out."""
+        """A BYTES list as texts, empty ones included."""
         tensor = self._tensor(name, "O")
         if tensor is None:
             return ()
-        values = (self._decoded(name, value) for value in tensor.reshape(-1).tolist())
-        return tuple(value for value in values if value)
+        return tuple(self._decoded(name, value) for value in tensor.reshape(-1).tolist())
 
     def boolean(self, name: str, default: bool) -> bool:
         """A BOOL scalar."""
@@ -68,11 +67,14 @@ class Fields:
         return None if value is None else int(value)
 
     def number(
-        self, name: str, low: float, high: float, *, above_low: bool = False
+        self, name: str, low: float, high: float, *, above_low: bool = False, note: str = ""
     ) -> float | None:
-        """An FP32 scalar in [low, high], or in (low, high] with `above_low`."""
+        """An FP32 scalar in [low, high], or in (low, high] with `above_low`. note: what a refusal
+        says besides."""
         value = self._scalar(name, "f")
-        return None if value is None else check_number(name, value, low, high, above_low=above_low)
+        if value is None:
+            return None
+        return check_number(name, value, low, high, above_low=above_low, note=note)
 
     def numbers(self, name: str) -> tuple[float, ...]:
         """An FP32 list of finite values."""
@@ -125,7 +127,13 @@ class Fields:
 
 
 def check_number(
-    name: str, value: object, low: float, high: float, *, above_low: bool = False
+    name: str,
+    value: object,
+    low: float,
+    high: float,
+    *,
+    above_low: bool = False,
+    note: str = "",
 ) -> float:
     """`value` (a number, or text of one as request parameters may carry) as a float in range.
 
@@ -140,5 +148,7 @@ def check_number(
     inside = low < number <= high if above_low else low <= number <= high
     if not inside:  # NaN is inside nothing
         border = "(" if above_low else "["
-        raise InvalidRequestError(name, f"must be in {border}{low:g}, {high:g}], got {number:g}")
+        raise InvalidRequestError(
+            name, f"must be in {border}{low:g}, {high:g}], got {number:g}{note}"
+        )
     return number

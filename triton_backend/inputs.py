@@ -1,4 +1,4 @@
-"""Which inputs and request parameters exist, and which of them are not supported yet.
+"""Which inputs and request parameters exist, and which of them are not supported.
 
 Owns the names that config.pbtxt declares and the refusals by name: what nobody knows, and what
 tensorrtllm_backend has but this server has not, unless its value means "off". Pure.
@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Mapping
 
 from tokenflow.errors import InvalidRequestError
+from triton_backend.control import CONTROL_INPUTS
 from triton_backend.fields import Fields, Tensor
 
 INPUT_NAMES = (
@@ -21,8 +22,9 @@ INPUT_NAMES = (
     "return_generation_logits", "return_perf_metrics", "decoder_text_input",
     "prompt_embedding_table", "prompt_table_extra_id", "prompt_vocab_size", "embedding_bias_words",
     "embedding_bias_weights", "lora_task_id", "lora_weights", "lora_config",
-    "guided_decoding_guide_type", "guided_decoding_guide", "read_rate", "priority", "stop",
-    "ack_tokens",
+    "guided_decoding_guide_type", "guided_decoding_guide", "min_p", "no_repeat_ngram_size",
+    "prompt_ignore_length", "runtime_top_p_min", "runtime_top_p_decay", "runtime_top_p_reset_ids",
+    "read_rate", "priority", "stop", "pause", "resume", "ack_tokens",
 )  # fmt: skip
 """Inputs that config.pbtxt declares."""
 
@@ -35,20 +37,8 @@ _KNOWN_PARAMETERS = frozenset(
 )  # fmt: skip
 _KNOWN_PREFIXES = ("triton_", "x-", "traceparent", "tracestate")
 
-_NEUTRAL_NUMBERS: dict[str, tuple[float, ...]] = {
-    "repetition_penalty": (1.0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "length_penalty": (0.0, 1.0),  # weighs beams against each other; there is one
-    "embedding_bias_weights": (0.0,),
-}
-_ONLY_EMPTY_TEXTS = (
-    "bad_words",
-    "embedding_bias_words",
-    "decoder_text_input",
-    "guided_decoding_guide_type",
-    "guided_decoding_guide",
-)
+_NEUTRAL_LENGTH_PENALTIES = (0.0, 1.0)  # it weighs beams against each other; there is one
+_ONLY_EMPTY_TEXTS = ("decoder_text_input", "guided_decoding_guide_type", "guided_decoding_guide")
 _ONLY_EMPTY = ("prompt_embedding_table", "lora_task_id", "lora_weights", "lora_config")
 _ONLY_FALSE = ("return_context_logits", "return_generation_logits", "return_perf_metrics")
 _ONLY_INTEGER = {"beam_width": 1, "num_return_sequences": 1, "prompt_vocab_size": 0}
@@ -68,10 +58,9 @@ def refuse_unknown(
         if not known:
             # HTTP generate turns a misspelt input into a parameter, without a word.
             raise InvalidRequestError(name, "unknown input or parameter" + _suggestion(name))
-    if fields.boolean("stop", False) or "ack_tokens" in fields:
-        raise InvalidRequestError(
-            "stop" if "stop" in fields else "ack_tokens", "belongs to a control request"
-        )
+    for name in CONTROL_INPUTS:
+        if name in fields and (name == "ack_tokens" or fields.boolean(name, False)):
+            raise InvalidRequestError(name, "belongs to a control request")
 
 
 def _suggestion(name: str) -> str:
@@ -80,13 +69,12 @@ def _suggestion(name: str) -> str:
 
 
 def refuse_unsupported(fields: Fields) -> None:
-    """Inputs of tensorrtllm_backend that have no effect here yet: only their "off" is accepted."""
-    for name, neutral in _NEUTRAL_NUMBERS.items():
-        for value in fields.numbers(name):
-            if value not in neutral:
-                raise InvalidRequestError(name, f"is not supported yet (only {neutral[0]:g})")
+    """Inputs of tensorrtllm_backend that have no effect here: only their "off" is accepted."""
+    for value in fields.numbers("length_penalty"):
+        if value not in _NEUTRAL_LENGTH_PENALTIES:
+            raise InvalidRequestError("length_penalty", "is not supported yet (only 0 or 1)")
     for name in (*_ONLY_EMPTY_TEXTS, *_ONLY_EMPTY):
-        given = fields.texts(name) if name in _ONLY_EMPTY_TEXTS else fields.size(name)
+        given = any(fields.texts(name)) if name in _ONLY_EMPTY_TEXTS else fields.size(name)
         if given:
             raise InvalidRequestError(name, "is not supported yet; leave it out")
     for name in _ONLY_FALSE:

@@ -144,7 +144,8 @@ class TritonServer:
     def wait_ready(
         self, timeout_s: float = 120.0, on_wait: Callable[[], None] | None = None
     ) -> None:
-        """Block until every model is ready; `on_wait` is called at every look (progress bars).
+        """Block until every model is ready and /metrics answers (it comes last); `on_wait` is
+        called at every look (progress bars).
 
         Raises LaunchError with the log's tail when the server ends or the time is over; the
         caller still has to `stop` it (the context manager does).
@@ -154,7 +155,9 @@ class TritonServer:
             if not self.is_running():
                 code = self._process.returncode if self._process else None
                 raise LaunchError(f"tritonserver ended (exit code {code})\n{self.log_cause()}")
-            if self._answers_ready():
+            if self._answers(self.ports.http, "/v2/health/ready") and self._answers(
+                self.ports.metrics, "/metrics"
+            ):
                 return
             if time.monotonic() > deadline:
                 raise LaunchError(
@@ -246,10 +249,10 @@ class TritonServer:
             *self._extra_args,
         ]
 
-    def _answers_ready(self) -> bool:
-        connection = http.client.HTTPConnection(self._client_host, self.ports.http, timeout=1.0)
+    def _answers(self, port: int, path: str) -> bool:
+        connection = http.client.HTTPConnection(self._client_host, port, timeout=1.0)
         try:
-            connection.request("GET", "/v2/health/ready")
+            connection.request("GET", path)
             return connection.getresponse().status == http.HTTPStatus.OK
         except (OSError, http.client.HTTPException):
             return False

@@ -15,27 +15,39 @@ from tokenflow.runtime import RuntimeGauges
 TTFT_BUCKETS_S = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 60.0)
 
 _GAUGES = (
-    ("tokenflow_active_requests", "Requests that the server holds, by state; those "
-     "being cancelled count as running until the engine let go", "state",
+    ("tokenflow_active_requests", "Unfinished requests, each in one state; those being cancelled "
+     "count as running until the engine let go", "state",
      {"waiting": "num_waiting", "running": "num_running", "paused": "num_paused"}),
+    ("tokenflow_held_requests", "Those of the active requests that their client holds paused", None,
+     {"": "num_held"}),
     ("tokenflow_kv_blocks", "KV blocks of the engine's device pool", "state",
      {"total": "num_total_blocks", "free": "num_free_blocks", "used": "num_used_blocks"}),
     ("tokenflow_healthy", "1 while the engine serves, else 0", None, {"": "healthy"}),
 )  # fmt: skip
 _COUNTERS = (
-    ("tokenflow_requests_total", "Ended requests by outcome", "outcome",
-     {"ok": "num_ok", "failed": "num_failed", "cancelled": "num_cancelled"}),
+    ("tokenflow_requests_total", "Ended requests, each with one outcome", "outcome",
+     {"ok": "num_ok", "failed": "num_failed", "cancelled": "num_cancelled",
+      "timeout": "num_timed_out"}),
     ("tokenflow_requests_overloaded_total", "Requests refused or given up as overloaded "
      "(failed ones too)", None, {"": "num_overloaded"}),
-    ("tokenflow_pauses_total", "Pauses of streams: planned by the scheduler, forced by it against "
-     "their slack, and internal to the engine", "kind",
+    ("tokenflow_pauses_total", "Pauses of streams: planned (by the scheduler, or asked for by the "
+     "client), forced by the scheduler against their slack, and internal to the engine", "kind",
      {"planned": "num_planned_pauses", "forced": "num_forced_pauses",
       "internal": "num_internal_pauses"}),
-    ("tokenflow_resumes_total", "Resumes of paused streams", None, {"": "num_resumes"}),
+    ("tokenflow_resumes_total", "Resumes of paused streams by where their KV came from, as far as "
+     "their runs have ended", "from",
+     {"cache": "num_resumes_from_cache", "recompute": "num_resumes_recomputed"}),
     ("tokenflow_recomputed_tokens_total", "Tokens whose KV a resume had to compute again", None,
      {"": "num_recomputed_tokens"}),
+    ("tokenflow_lease_ends_total", "Leases that ended while their request went on", None,
+     {"": "num_lease_ends"}),
+    ("tokenflow_engine_losses_total", "Engines that ended or stood still while serving", None,
+     {"": "num_engine_losses"}),
+    ("tokenflow_recovered_requests_total", "Started requests that went on after an engine loss",
+     None, {"": "num_recovered"}),
     ("tokenflow_output_tokens_total", "Generated tokens", None, {"": "num_output_tokens"}),
 )  # fmt: skip
+_DERIVED = {"num_used_blocks", "num_planned_pauses"}
 
 
 class MetricsSource(Protocol):
@@ -115,7 +127,7 @@ class MetricsExporter:
 
 def _values(gauges: RuntimeGauges) -> dict[str, float]:
     names = {field for _, _, _, fields in (*_GAUGES, *_COUNTERS) for field in fields.values()}
-    names -= {"num_used_blocks", "num_planned_pauses"}
+    names -= _DERIVED
     counters = gauges.counters
     values = {
         name: float(getattr(counters if hasattr(counters, name) else gauges, name))

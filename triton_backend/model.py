@@ -21,8 +21,8 @@ import triton_python_backend_utils as pb_utils
 from tokenflow.clock import MonotonicClock
 from tokenflow.config import ServingConfig, parse_parameters
 from tokenflow.errors import ConfigError, InvalidRequestError, TokenFlowError
-from tokenflow.executor.api import Executor
 from tokenflow.executor.factory import start_engine
+from tokenflow.executor.supervisor import EngineSupervisor
 from tokenflow.runtime import Runtime
 from tokenflow.trace import JsonLinesTracer
 from triton_backend.metrics_export import MetricsExporter
@@ -70,6 +70,11 @@ class TritonPythonModel:
                     raw.request_id, raw.tensors, raw.parameters, raw.requested_outputs, channel
                 )
 
+    def is_ready(self) -> bool:
+        """False while no engine serves. Triton calls it from 26.03 on when somebody asks for the
+        model's readiness; before, the gauge tokenflow_healthy alone says the same."""
+        return self._runtime.gauges().healthy
+
     def finalize(self) -> None:
         """End what still runs, stop the engine and the threads."""
         logger.info("unloading")
@@ -91,15 +96,27 @@ class TritonPythonModel:
         config = parse_parameters(_own_parameters(model_config))
         tokenizer = load_tokenizer(config)
         self._tracer = _open_tracer(config)
-        self._engine = start_engine(config, _log_progress)
+        clock = MonotonicClock()
+        self._engine = EngineSupervisor(
+            lambda stop: start_engine(config, _log_progress, stop),
+            max_restarts=config.max_engine_restarts,
+            window_s=config.engine_restart_window_s,
+            clock=clock,
+        )
         try:
-            clock = MonotonicClock()
             self._sender = Sender(
                 clock,
                 poll_period_s=config.cancellation_check_period_ms / 1000,
                 tick_period_s=config.stats_check_period_ms / 1000,
             )
-            runtime = Runtime(self._engine, config, emit=self._sender.post, tracer=self._tracer)
+            runtime = Runtime(
+                self._engine.executor,
+                config,
+                emit=self._sender.post,
+                tracer=self._tracer,
+                keeper=self._engine,
+            )
+            self._runtime = runtime
             labels = {"model": args["model_name"], "version": args["model_version"]}
             exporter = MetricsExporter(metric_kinds(), runtime, labels)
             self._service = TextService(
@@ -137,7 +154,7 @@ def _log_progress(fraction: float, text: str) -> None:
     logger.info("engine: %3.0f %% %s", 100 * fraction, text)
 
 
-def _shut_down_engine(engine: Executor, limit_s: float) -> None:
+def _shut_down_engine(engine: EngineSupervisor, limit_s: float) -> None:
     """Shut down, but never wait longer than `limit_s`: an engine in its own process dies with this
     one anyway."""
     thread = threading.Thread(target=engine.shutdown, name="tokenflow-engine-stop", daemon=True)

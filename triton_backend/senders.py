@@ -22,8 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tokenflow.clock import Clock
-from tokenflow.types import TokenEvent
-from triton_backend.control import StopRequest
+from tokenflow.types import GenerateRequest, TokenEvent
+from triton_backend.control_actions import carry_out
 from triton_backend.responses import encode_chunk
 from triton_backend.stream import Chunk, ErrorCode, TextStream
 from triton_backend.work import Channel, Controlled, Opened, Refused, RuntimeControl
@@ -213,15 +213,20 @@ class Sender:
             if isinstance(item, Refused):
                 item.channel.fail(item.message, item.code)
                 return
-            for handle in tuple(self._handles_of_id.get(item.control.request_id, ())):
-                if isinstance(item.control, StopRequest):
-                    self._control().cancel(handle)
-                else:
-                    self._control().acknowledge(handle, item.control.num_consumed)
-            item.channel.send((), final=True)
+            streams = self._streams_of(item.control.request_id)
+            refusal = carry_out(item.control, streams, self._control())
+            if refusal is None:
+                item.channel.send((), final=True)
+            else:
+                item.channel.fail(refusal.message, refusal.code)
         except Exception:
             logger.exception("answering a request failed")
             _close_quietly(item.channel)
+
+    def _streams_of(self, request_id: str) -> list[tuple[int, GenerateRequest]]:
+        """Open answers with this id whose client is still there, in order of arrival."""
+        entries = [self._entries[h] for h in sorted(self._handles_of_id.get(request_id, ()))]
+        return [(e.handle, e.stream.request.generate) for e in entries if not e.gone]
 
     def _do_periodic(self) -> None:
         now = self._clock.now()

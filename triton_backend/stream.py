@@ -24,6 +24,7 @@ class ErrorCode(enum.Enum):
     """Kinds of error that a client can tell apart; names as in Triton."""
 
     INVALID_ARG = "INVALID_ARG"
+    NOT_FOUND = "NOT_FOUND"
     UNAVAILABLE = "UNAVAILABLE"
     INTERNAL = "INTERNAL"
 

@@ -30,6 +30,8 @@ from tokenflow.errors import ConfigError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONFIG_FILES = ("generation_config.json", "config.json")
+_BEFORE_A_WORD = ("\n", "(", "~")
+"""Texts whose tokens stay what they are whatever word follows, in most vocabularies."""
 
 
 class Detokenizer(Protocol):
@@ -81,6 +83,50 @@ class TextTokenizer:
         begins_special = text.startswith(tuple(self._special_ids))
         encoding = self._tokenizer.encode(text, add_special_tokens=not begins_special)
         return tuple(encoding.ids)
+
+    def encode_word(self, word: str) -> tuple[int, ...]:
+        """Token ids of a text by itself, without what the tokenizer adds to a prompt; empty if the
+        vocabulary cannot write it. A special token that is named in it stands for its id."""
+        return self._if_it_says(word, self._encode_plain(word))
+
+    def encode_word_everywhere(self, word: str) -> tuple[tuple[int, ...], ...]:
+        """Every way in which the tokenizer begins a word: at the start of a text, right after
+        something else, after a space; without those that end with another one. A word that begins
+        with a space already gets no second one. Special tokens have no beginnings: a word that
+        names one is as `encode_word` says. Empty if the vocabulary cannot write the word."""
+        ways = [self.encode_word(word)]
+        if not self._names_special(word):
+            ways.append(self._encode_after_other_text(word))
+            if not word[0].isspace():
+                spaced = self._encode_after_other_text(" " + word)
+                ways.append(spaced or self.encode_word(" " + word))
+        ways = [way for way in dict.fromkeys(ways) if way]
+        return tuple(way for way in ways if not any(way[i:] in ways for i in range(1, len(way))))
+
+    def _encode_plain(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _encode_after_other_text(self, text: str) -> tuple[int, ...]:
+        """Its tokens in the middle of a text, where a tokenizer adds no space in front of it as it
+        may at the start; empty if it melts with what stands before it."""
+        for other in _BEFORE_A_WORD:
+            before, both = self._encode_plain(other), self._encode_plain(other + text)
+            if both[: len(before)] == before:
+                return self._if_it_says(text, both[len(before) :])
+        return ()
+
+    def _if_it_says(self, text: str, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The ids, if they are that text but for spaces; else some character is not in the
+        vocabulary, and what is left of the text is another one."""
+        if self._names_special(text):
+            return token_ids
+        normalizer = self._tokenizer.normalizer
+        meant = text if normalizer is None else normalizer.normalize_str(text)
+        same = _without_spaces(meant) == _without_spaces(self.decode(token_ids))
+        return token_ids if same else ()
+
+    def _names_special(self, text: str) -> bool:
+        return any(special in text for special in self._special_ids)
 
     def special_token_id(self, text: str) -> int | None:
         """Id of the special token that is written so; its text never appears in an output."""
@@ -227,6 +273,11 @@ def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 def _strips_text_start(step: dict[str, Any]) -> bool:
     return step["content"] == " " and int(step.get("stop", 0)) == 0
+
+
+def _without_spaces(text: str) -> str:
+    """Spaces are what tokenizers add and take away; some write them as ▁."""
+    return "".join(text.replace("▁", " ").split())
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -48,7 +48,11 @@ class TritonChannel:
 
 @dataclass(frozen=True, slots=True)
 class RawRequest:
-    """A Triton request as plain values; arrays may be views of shared memory."""
+    """A Triton request as plain values; arrays may be views of shared memory.
+
+    parameters: the request's, with `timeout` (microseconds) also where Triton took it out of them,
+    as it does for gRPC but not for HTTP generate.
+    """
 
     request_id: str
     tensors: dict[str, Tensor]
@@ -68,6 +72,9 @@ def read_request(request: Any) -> RawRequest:
         parameters = json.loads(request.parameters() or "{}")
     except ValueError:
         raise InvalidRequestError("parameters", "cannot be read") from None
+    timeout_us = request.timeout()  # 0 without one
+    if timeout_us:
+        parameters["timeout"] = timeout_us
     return RawRequest(
         request_id=request.request_id(),
         tensors=tensors,

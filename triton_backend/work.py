@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from tokenflow.types import GenerateRequest
 from triton_backend.control import ControlRequest
 from triton_backend.responses import Array
 from triton_backend.stream import ErrorCode, TextStream
@@ -36,13 +37,20 @@ class Channel(Protocol):
 
 
 class RuntimeControl(Protocol):
-    """What the sender asks of the runtime."""
+    """What the sender asks of the runtime. None of it waits; a handle whose request has ended is
+    ignored."""
 
     def cancel(self, handle: int) -> None: ...
 
     def finish(self, handle: int) -> None: ...
 
     def acknowledge(self, handle: int, num_consumed: int) -> None: ...
+
+    def pause(self, handle: int) -> None: ...
+
+    def resume(self, handle: int) -> None: ...
+
+    def unpausable_reason(self, request: GenerateRequest) -> str | None: ...
 
 
 @dataclass(frozen=True, slots=True)

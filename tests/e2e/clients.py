@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as triton_grpc
+import tritonclient.utils as triton_numpy
 
 from triton_backend.launcher import TritonServer
 
@@ -26,7 +27,8 @@ _TYPES = {
     "stream": "BOOL", "stop": "BOOL", "ack_tokens": "INT32", "end_id": "INT32", "top_k": "INT32",
     "temperature": "FP32", "top_p": "FP32", "read_rate": "FP32", "priority": "FP32",
     "seed": "UINT64", "return_log_probs": "BOOL", "return_num_output_tokens": "BOOL",
-    "return_num_input_tokens": "BOOL", "repetition_penalty": "FP32",
+    "return_num_input_tokens": "BOOL", "repetition_penalty": "FP32", "pause": "BOOL",
+    "resume": "BOOL", "runtime_top_p_decay": "FP32", "random_seed": "UINT64",
 }  # fmt: skip
 _NUMPY = {"BYTES": object, "INT32": np.int32, "BOOL": bool, "FP32": np.float32, "UINT64": np.uint64}
 
@@ -50,6 +52,12 @@ class Answer:
 
 
 def make_input(name: str, value: object) -> Any:
+    """A tensor of the input's type, or of that of an array."""
+    if isinstance(value, np.ndarray):
+        kind = triton_numpy.np_to_triton_dtype(value.dtype)
+        tensor = triton_grpc.InferInput(name, list(value.shape), kind)
+        tensor.set_data_from_numpy(value)
+        return tensor
     kind = _TYPES[name]
     values = value if isinstance(value, list) else [value]
     data = [v.encode() if isinstance(v, str) else v for v in values]
@@ -62,11 +70,20 @@ def make_input(name: str, value: object) -> Any:
 class GrpcStream:
     """One gRPC stream with any number of requests on it; use as a context manager."""
 
-    def __init__(self, server: TritonServer) -> None:
+    def __init__(
+        self,
+        server: TritonServer,
+        *,
+        stream_timeout: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """stream_timeout: seconds after which the client gives the stream up, with all on it."""
         self._client = triton_grpc.InferenceServerClient(server.grpc_url)
         self._arrived: queue.Queue[tuple[float, Any, Any]] = queue.Queue()
         self._client.start_stream(
-            lambda result, error: self._arrived.put((time.monotonic(), result, error))
+            lambda result, error: self._arrived.put((time.monotonic(), result, error)),
+            stream_timeout=stream_timeout,
+            headers=dict(headers or {}),
         )
 
     def send(
@@ -76,6 +93,7 @@ class GrpcStream:
         outputs: Sequence[str] = (),
         parameters: Mapping[str, Any] | None = None,
         empty_final: bool = True,
+        timeout: int | None = None,
         **inputs: object,
     ) -> None:
         self._client.async_stream_infer(
@@ -85,6 +103,7 @@ class GrpcStream:
             outputs=[triton_grpc.InferRequestedOutput(name) for name in outputs] or None,
             parameters=dict(parameters or {}),
             enable_empty_final_response=empty_final,
+            timeout=timeout,
         )
 
     def next(self, timeout_s: float = _TIMEOUT_S) -> tuple[str, float, dict[str, Any], bool, Any]:

@@ -140,7 +140,6 @@ def test_stop_words_end_the_answer_in_both_modes(alive: TritonServer, tokenizer_
 
 BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 4}, "text_input: is required"),
-    ({"text_input": "a"}, "max_tokens: is required"),
     ({"text_input": "", "max_tokens": 20}, "text_input: must not be empty"),
     ({"text_input": "a" * 600, "max_tokens": 4}, "max_seq_len 512 leaves room for 511"),
     ({"text_input": "a", "max_tokens": 0}, "max_tokens: must be in [1, 2147483647], got 0"),
@@ -150,12 +149,20 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"text_input": "a", "max_tokens": 4, "top_k": -2}, "top_k: "),
     ({"text_input": "a", "max_tokens": 4, "read_rate": 0}, "read_rate: "),
     ({"text_input": "a", "max_tokens": 4, "priority": 1e9}, "priority: "),
-    ({"text_input": "a", "max_tokens": 4, "bad_words": "x"}, "bad_words: is not supported yet"),
-    ({"text_input": "a", "max_tokens": 4, "repetition_penalty": 1.5}, "repetition_penalty: "),
+    ({"text_input": "a", "max_tokens": 4, "repetition_penalty": 0}, "repetition_penalty: "),
+    ({"text_input": "a", "max_tokens": 4, "min_p": 1.5}, "min_p: must be in [0, 1], got 1.5"),
+    ({"text_input": "a", "bad_words": ["x"] * 65}, "bad_words: at most 64"),
+    ({"text_input": "a", "embedding_bias_words": "a"}, "needs embedding_bias_weights"),
+    ({"text_input": "a", "runtime_top_p_decay": 0.5}, "runtime_top_p_decay: needs a top_p"),
+    ({"text_input": "a", "timeout": -5}, "timeout: must be in [0, 1e+15], got -5"),
+    ({"text_input": "a", "timeout": "soon"}, "timeout: must be a number, got 'soon'"),
     ({"text_input": "a", "max_tokens": 4, "lora_task_id": 1}, "lora_task_id: "),
     ({"text_input": "a", "max_tokens": 4, "beam_width": 4}, "beam_width: "),
     ({"text_input": "a", "max_tokens": 4, "max_token": 4}, "did you mean max_tokens?"),
     ({"stop": True}, "a request id must be provided"),
+    ({"id": "a", "stop": True, "pause": True}, "pause: cannot go with stop in one request"),
+    ({"id": "nobody", "pause": True}, "id: no unfinished request has the id 'nobody'"),
+    ({"id": "nobody", "resume": True}, "id: no unfinished request has the id 'nobody'"),
 ]
 
 

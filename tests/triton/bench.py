@@ -22,14 +22,20 @@ class Bench:
         self.sender.attach(self.runtime, on_tick)
 
     def open(
-        self, handle: int, request_id: str = "", *, streaming: bool = True, stops: tuple = ()
+        self,
+        handle: int,
+        request_id: str = "",
+        *,
+        streaming: bool = True,
+        stops: tuple = (),
+        max_tokens: int = 99,
     ) -> FakeChannel:
         channel = FakeChannel()
         request = TextRequest(
             generate=GenerateRequest(
                 request_id=request_id,
                 input_token_ids=(1,),
-                max_tokens=99,
+                max_tokens=max_tokens,
                 arrival_time=0.0,
                 streaming=streaming,
             ),

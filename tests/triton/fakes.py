@@ -126,13 +126,17 @@ def _plain(array: Array) -> object:
 
 @dataclass
 class FakeRuntime:
-    """Records what is asked of it; `error` makes submit raise."""
+    """Records what is asked of it; `error` makes submit raise, and a request with `unpausable`
+    max_tokens can never be paused."""
 
     submitted: list[GenerateRequest] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
     acknowledged: list[tuple[int, int]] = field(default_factory=list)
+    paused: list[int] = field(default_factory=list)
+    resumed: list[int] = field(default_factory=list)
     error: Exception | None = None
+    unpausable: int | None = None
 
     def start(self) -> None:
         pass
@@ -151,6 +155,15 @@ class FakeRuntime:
 
     def acknowledge(self, handle: int, num_consumed: int) -> None:
         self.acknowledged.append((handle, num_consumed))
+
+    def pause(self, handle: int) -> None:
+        self.paused.append(handle)
+
+    def resume(self, handle: int) -> None:
+        self.resumed.append(handle)
+
+    def unpausable_reason(self, request: GenerateRequest) -> str | None:
+        return "a kind" if request.max_tokens == self.unpausable else None
 
     def shutdown(self, timeout_s: float) -> None:
         pass

@@ -126,6 +126,28 @@ def test_prompt_and_max_tokens_at_the_length_limit(length: int, expected: int | 
             assert request.max_tokens == expected
 
 
+def test_a_request_without_max_tokens_gets_the_default_within_max_seq_len() -> None:
+    config = ServingConfig(max_seq_len=64, default_max_tokens=10)
+    assert parse(config=config, max_tokens=None).generate.max_tokens == 10
+    assert parse(config=config, max_tokens=None, text_input="a" * 60).generate.max_tokens == 4
+    assert parse(max_tokens=None).generate.max_tokens == 64 - len("hello")
+
+
+@pytest.mark.parametrize(
+    ("timeout", "timeout_s"),
+    [(1_000_000, 1.0), (1, 1e-6), (2.5e6, 2.5), ("500000", 0.5), (0, None), ("0", None)],
+)
+def test_timeout_is_a_parameter_in_microseconds(timeout: object, timeout_s: float | None) -> None:
+    assert parse({"timeout": timeout}).generate.timeout_s == timeout_s
+    assert parse().generate.timeout_s is None
+
+
+@pytest.mark.parametrize("value", [-1, 2**64 - 1, "soon", "nan", True, [1], "inf"])
+def test_a_bad_timeout_is_refused_by_name(value: object) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^timeout: must be "):
+        parse({"timeout": value})
+
+
 def test_request_larger_than_the_pool_is_refused_with_the_numbers() -> None:
     config = ServingConfig(max_seq_len=64, max_tokens_in_paged_kv_cache=32, tokens_per_block=16)
     tensors = {"text_input": tensor("a" * 30), "max_tokens": tensor(4)}

@@ -76,9 +76,7 @@ class Server:
         self.executor.begin(self.clock.now())
         self.clock.advance(0.05)
         self.executor.end(self.clock.now())
-        self.coordinator.on_stats(
-            self.executor.get_latest_iteration_stats(), self.clock.now()
-        )
+        self.coordinator.on_stats(self.executor.get_latest_iteration_stats(), self.clock.now())
         self.coordinator.on_responses(self.executor.await_responses(), self.clock.now())
         self.sender.turn(max_wait_s=0.0)
 

@@ -29,7 +29,6 @@ CONFIG_PBTXT = Path(__file__).parents[2] / "model_repo" / "ensemble" / "config.p
         ("text_input", b"\xff\xfe"),
         ("text_input", b"hi \xed\xa0\x80 there"),
         ("text_input", np.array([["a", "b"]], dtype=np.object_)),
-        ("max_tokens", None),
         ("max_tokens", 0),
         ("max_tokens", -1),
         ("max_tokens", 4.0),
@@ -63,11 +62,33 @@ CONFIG_PBTXT = Path(__file__).parents[2] / "model_repo" / "ensemble" / "config.p
         ("beam_width", 0),
         ("beam_width", 2),
         ("num_return_sequences", 2),
-        ("repetition_penalty", 1.1),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -0.5),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.0),
+        ("repetition_penalty", 2e6),
+        ("repetition_penalty", math.nan),
+        ("presence_penalty", 2e6),
+        ("presence_penalty", -math.inf),
+        ("frequency_penalty", math.nan),
+        ("frequency_penalty", 1),
+        ("min_p", -0.1),
+        ("min_p", 1.5),
+        ("min_p", math.nan),
+        ("no_repeat_ngram_size", -1),
+        ("no_repeat_ngram_size", 33),
+        ("no_repeat_ngram_size", 2.0),
+        ("prompt_ignore_length", -1),
+        ("runtime_top_p_min", 0.0),
+        ("runtime_top_p_min", 1.5),
+        ("runtime_top_p_decay", 0.0),
+        ("runtime_top_p_decay", 1.1),
+        ("runtime_top_p_decay", 0.5),  # without a top_p
+        ("runtime_top_p_reset_ids", -2),
+        ("runtime_top_p_reset_ids", 257),
         ("length_penalty", 2.0),
-        ("bad_words", ["x"]),
+        ("bad_words", ["x"] * 65),
+        ("bad_words", ["x" * 1025]),
+        ("bad_words", [chr(ord("a") + n % 26) + "x" * (1000 + n // 26) for n in range(60)]),
+        ("bad_words", 5),
         ("lora_task_id", uint64(1)),
         ("lora_weights", np.zeros((1, 2, 2), dtype=np.float16)),
         ("prompt_embedding_table", np.zeros((1, 2, 2), dtype=np.float16)),
@@ -84,6 +105,8 @@ CONFIG_PBTXT = Path(__file__).parents[2] / "model_repo" / "ensemble" / "config.p
         ("nonsense", 1),
         ("ack_tokens", 3),
         ("stop", True),
+        ("pause", True),
+        ("resume", True),
     ],
 )
 def test_bad_values_are_refused_by_name(field: str, value: Any) -> None:
@@ -109,6 +132,19 @@ def test_bad_values_are_refused_by_name(field: str, value: Any) -> None:
         ("frequency_penalty", 0.0),
         ("length_penalty", 1.0),
         ("bad_words", ""),
+        ("bad_words", ["", ""]),
+        ("embedding_bias_words", ""),
+        ("embedding_bias_words", ["", ""]),
+        ("embedding_bias_weights", 0.0),
+        ("min_p", 0.0),
+        ("min_p", 1.0),
+        ("no_repeat_ngram_size", 0),
+        ("no_repeat_ngram_size", 32),
+        ("prompt_ignore_length", 0),
+        ("runtime_top_p_decay", 1.0),
+        ("runtime_top_p_min", 1.0),
+        ("runtime_top_p_reset_ids", -1),
+        ("max_tokens", None),
         ("stop_words", ""),
         ("stop_words", [""]),
         ("stop_words", []),
@@ -119,6 +155,8 @@ def test_bad_values_are_refused_by_name(field: str, value: Any) -> None:
         ("prompt_vocab_size", 0),
         ("prompt_table_extra_id", uint64(0)),
         ("stop", False),
+        ("pause", False),
+        ("resume", False),
         ("text_input", "   "),
         ("max_tokens", 2**31 - 1),
     ],
@@ -163,7 +201,7 @@ _ARRAYS = st.one_of(
 @given(
     st.dictionaries(st.sampled_from(INPUT_NAMES), _ARRAYS, max_size=6),
     st.dictionaries(
-        st.sampled_from(["read_rate", "priority", "id", "foo", "x-a"]),
+        st.sampled_from(["read_rate", "priority", "timeout", "id", "foo", "x-a"]),
         st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5)),
         max_size=2,
     ),
@@ -190,6 +228,9 @@ def test_any_input_is_a_request_or_one_named_refusal(
     assert len(generate.input_token_ids) + generate.max_tokens <= CONFIG.max_seq_len
     assert 0.0 <= generate.priority <= 1.0
     assert generate.read_rate is None or 0 < generate.read_rate < math.inf
+    assert generate.timeout_s is None or 0 < generate.timeout_s < math.inf
+    assert all(0 <= token_id < TOKENIZER.vocab_size for token_id, _ in generate.embedding_bias)
+    assert all(generate.bad_words)
 
 
 def test_config_pbtxt_declares_exactly_what_the_codec_knows() -> None:

@@ -214,16 +214,30 @@ def test_metrics_follow_the_runtime() -> None:
 
     exporter.update()
     source.numbers = RuntimeGauges(
-        num_waiting=1, num_running=2, num_paused=3, num_total_blocks=10, num_free_blocks=4,
-        counters=Counters(num_ok=5, num_pauses=6), healthy=False,
+        num_waiting=1, num_running=2, num_paused=3, num_held=2, num_total_blocks=10,
+        num_free_blocks=4, healthy=False,
+        counters=Counters(
+            num_ok=5, num_failed=4, num_cancelled=3, num_timed_out=2, num_pauses=6,
+            num_forced_pauses=1, num_resumes_from_cache=5, num_resumes_recomputed=2, num_lease_ends=7,
+            num_engine_losses=1, num_recovered=3,
+        ),
     )  # fmt: skip
     source.ttft_s = [0.2, 0.4]
     exporter.update()
     exporter.update()
-    assert value("tokenflow_active_requests", state="paused") == 3
+    active = {m.labels["state"]: m.value for m in Family.made["tokenflow_active_requests"]}
+    assert active == {"waiting": 1, "running": 2, "paused": 3}
+    assert value("tokenflow_held_requests") == 2
     assert value("tokenflow_kv_blocks", state="used") == 6
-    assert value("tokenflow_requests_total", outcome="ok") == 5
-    assert value("tokenflow_pauses_total", kind="planned") == 6
+    ended = {m.labels["outcome"]: m.value for m in Family.made["tokenflow_requests_total"]}
+    assert ended == {"ok": 5, "failed": 4, "cancelled": 3, "timeout": 2}
+    assert value("tokenflow_pauses_total", kind="planned") == 5
+    assert value("tokenflow_pauses_total", kind="forced") == 1
+    assert value("tokenflow_resumes_total", **{"from": "cache"}) == 5
+    assert value("tokenflow_resumes_total", **{"from": "recompute"}) == 2
+    assert value("tokenflow_lease_ends_total") == 7
+    assert value("tokenflow_engine_losses_total") == 1
+    assert value("tokenflow_recovered_requests_total") == 3
     assert value("tokenflow_healthy") == 0
     assert Family.made["tokenflow_ttft_seconds"][0].observed == [0.2, 0.4]
 

@@ -82,7 +82,9 @@ def start_engine(
     between two steps of loading, which may be seconds apart, where it has none.
     """
     if config.engine_process:
-        return RemoteExecutor(config, on_progress, stop=stop)
+        return RemoteExecutor(
+            config, on_progress, stop=stop, load_timeout_s=config.engine_load_timeout_s
+        )
     return create_executor(config, _stoppable(on_progress or _no_progress, stop))
 
 

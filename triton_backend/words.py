@@ -1,0 +1,88 @@
+"""Words that a client names: stop words, bad words, biased words.
+
+Owns their limits and the token ids of bad and biased words. Pure. Stop words stay text
+(stop_strings.py). An empty word means "none", as clients send it.
+
+A bad word is kept out as token sequences, in every way the tokenizer begins it (text.py). It is the
+last token of a sequence that is kept from coming, so `New York` bans `York` after `New` only. The
+same letters cut into tokens in another way than the tokenizer would are not seen.
+
+A biased word adds its weight to the logit of each of its tokens; weights of the same token add up,
+also within one word (tensorrtllm_backend's preprocessing does the same, but also tokenizes what its
+tokenizer adds in front of a prompt; here that gets no weight).
+"""
+
+from __future__ import annotations
+
+from tokenflow.errors import InvalidRequestError
+from triton_backend.fields import Fields, check_number
+from triton_backend.text import TextTokenizer
+
+MAX_WORDS = 64
+MAX_WORD_CHARACTERS = 1024
+MAX_BAD_WORD_TOKENS = 16_384
+"""In all ways of all words; the engine looks at them for each token."""
+MAX_BIAS = 1e6
+"""Largest weight of a biased word, either way; more than any logit."""
+
+
+def read_words(fields: Fields, name: str) -> tuple[str, ...]:
+    """The words of an input, each once. Raises InvalidRequestError for too many or too long."""
+    words = tuple(word for word in fields.texts(name) if word)
+    _check_limits(name, words)
+    return tuple(dict.fromkeys(words))
+
+
+def read_bad_words(fields: Fields, tokenizer: TextTokenizer) -> tuple[tuple[int, ...], ...]:
+    """Token sequences that must not come, each once. Raises InvalidRequestError."""
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in read_words(fields, "bad_words"):
+        ways = tokenizer.encode_word_everywhere(word)
+        if not ways:
+            raise InvalidRequestError("bad_words", f"the model has no tokens for {word!r}")
+        sequences.update(dict.fromkeys(ways))
+    num_tokens = sum(map(len, sequences))
+    if num_tokens > MAX_BAD_WORD_TOKENS:
+        raise InvalidRequestError(
+            "bad_words", f"at most {MAX_BAD_WORD_TOKENS} tokens together, got {num_tokens}"
+        )
+    return tuple(sequences)
+
+
+def read_embedding_bias(fields: Fields, tokenizer: TextTokenizer) -> tuple[tuple[int, float], ...]:
+    """(token id, value added to its logit), each id once, in order of ids. The n-th weight belongs
+    to the n-th word. Raises InvalidRequestError."""
+    words = fields.texts("embedding_bias_words")
+    weights = fields.numbers("embedding_bias_weights")
+    _check_limits("embedding_bias_words", words)
+    if not any(words):
+        if any(weights):
+            raise InvalidRequestError("embedding_bias_weights", "needs embedding_bias_words")
+        return ()
+    if not weights:
+        raise InvalidRequestError("embedding_bias_words", "needs embedding_bias_weights")
+    if len(words) != len(weights):
+        raise InvalidRequestError(
+            "embedding_bias_weights",
+            f"{len(weights)} weights for {len(words)} embedding_bias_words",
+        )
+    bias: dict[int, float] = {}
+    for word, weight in zip(words, weights, strict=True):
+        check_number("embedding_bias_weights", weight, -MAX_BIAS, MAX_BIAS)
+        token_ids = tokenizer.encode_word(word)
+        if word and not token_ids:
+            message = f"the model has no tokens for {word!r}"
+            raise InvalidRequestError("embedding_bias_words", message)
+        for token_id in token_ids:
+            bias[token_id] = bias.get(token_id, 0.0) + weight
+    return tuple(sorted((token_id, value) for token_id, value in bias.items() if value))
+
+
+def _check_limits(name: str, words: tuple[str, ...]) -> None:
+    if len(words) > MAX_WORDS:
+        raise InvalidRequestError(name, f"at most {MAX_WORDS}, got {len(words)}")
+    for word in words:
+        if len(word) > MAX_WORD_CHARACTERS:
+            raise InvalidRequestError(
+                name, f"at most {MAX_WORD_CHARACTERS} characters each, got {len(word)}"
+            )
