@@ -58,7 +58,10 @@ UNPAUSABLE_KINDS = (
     UnpausableKind(
         "top_p decay",
         "the decayed top_p is kept in the engine and starts anew at every enqueue",
-        lambda request, *_: request.sampling_config.top_p_decay not in (None, 1.0),
+        lambda request, *_: (
+            request.sampling_config.top_p_decay not in (None, 1.0)
+            or request.sampling_config.top_p_min is not None  # acts from the second token on
+        ),
     ),
     UnpausableKind(
         "longer than a prompt may be",
@@ -128,11 +131,15 @@ def engine_request(
     num_generated = len(output_token_ids)
     sampling = request.sampling_config
     if num_generated:
-        min_tokens = sampling.min_tokens
+        min_tokens, ignored = sampling.min_tokens, sampling.prompt_ignore_length
         sampling = msgspec.structs.replace(
             sampling,
             seed=derive_seed(sampling.seed, num_generated),
             min_tokens=None if min_tokens is None else max(0, min_tokens - num_generated),
+            # The output is a part of this prompt, and is not to be ignored.
+            prompt_ignore_length=(
+                None if ignored is None else min(ignored, len(request.input_token_ids))
+            ),
         )
     return Request(
         input_token_ids=(*request.input_token_ids, *output_token_ids),

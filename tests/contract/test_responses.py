@@ -116,7 +116,7 @@ def test_refused_requests_are_error_responses_and_the_engine_lives(engine, clien
     for fields, word in (
         ({"end_id": engine.vocab_size}, "end_id"),
         ({"prompt": (engine.vocab_size,)}, "input_token_ids"),
-        ({"bad_words": ((1,),)}, "bad_words"),
+        ({"bad_words": ((1,), ())}, "bad_words"),
         ({"sampling_config": SamplingConfig(beam_width=2)}, "beam_width"),
     ):
         output = client.run(**{"prompt": PROMPT, **fields})

@@ -90,6 +90,13 @@ def test_no_field_is_forgotten_at_a_resume() -> None:
             assert getattr(resumed, name) == getattr(first, name)
 
 
+def test_no_output_is_ignored_that_was_not_ignored_before() -> None:
+    request = make_request(sampling_config=SamplingConfig(prompt_ignore_length=50))
+    assert engine_request(request, [4], 1).sampling_config.prompt_ignore_length == 3
+    request = make_request(sampling_config=SamplingConfig(prompt_ignore_length=2))
+    assert engine_request(request, [4], 1).sampling_config.prompt_ignore_length == 2
+
+
 def test_min_tokens_never_goes_below_zero() -> None:
     assert engine_request(make_request(), [1] * 8, 1).sampling_config.min_tokens == 0
 

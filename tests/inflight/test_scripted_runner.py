@@ -3,7 +3,7 @@
 import pytest
 
 from tokenflow.errors import ConfigError
-from tokenflow.executor.api import Request
+from tokenflow.executor.api import Request, SamplingConfig
 from tokenflow.inflight.runner import BlockCopy, SequenceChunk
 from tokenflow.inflight.scripted_runner import ScriptedRunner, create_scripted_runner
 from tokenflow.inflight.scripts import counting, echo, expected, fixed, pseudo_random
@@ -88,6 +88,51 @@ def test_requests_are_added_and_removed_once(runner):
     runner.remove_request(1)
     with pytest.raises(KeyError):
         runner.remove_request(1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "output"),
+    [
+        ({"bad_words": ((7,),)}, [6, 8, 9]),
+        ({"bad_words": ((6,), (7,))}, [8, 9, 10]),
+        ({"bad_words": ((5, 6),)}, [7, 8, 9]),
+        ({"bad_words": ((4, 5, 6), (7, 8))}, [7, 9, 10]),
+        ({"bad_words": tuple((i,) for i in range(VOCAB))}, [6, 7, 8]),
+        ({"sampling_config": SamplingConfig(no_repeat_ngram_size=1)}, [6, 7, 8]),
+        ({"end_id": 7, "sampling_config": SamplingConfig(min_tokens=2)}, [6, 8, 9]),
+        ({"end_id": 7, "sampling_config": SamplingConfig(min_tokens=1)}, [6, 7, 8]),
+        (
+            {
+                "embedding_bias": ((6, -100.0),),
+                "sampling_config": SamplingConfig(repetition_penalty=9.0, top_p=0.1, min_p=0.5),
+            },
+            [6, 7, 8],
+        ),
+    ],
+)
+def test_bans_replace_and_what_reweighs_changes_nothing(fields, output):
+    runner = ScriptedRunner(counting(VOCAB), VOCAB)
+    runner.allocate_kv(2, 8)
+    prompt = (4, 5)
+    runner.add_request(1, Request(input_token_ids=prompt, max_tokens=9, **fields))
+    tokens, start = prompt, 0
+    for step, expected_token in enumerate(output):
+        result = runner.forward([SequenceChunk(1, tokens, start, [0], True, step)])
+        assert result.token_ids == [expected_token]
+        start += len(tokens)
+        tokens = (expected_token,)
+
+
+def test_no_repeated_ngram_in_a_script_that_repeats():
+    runner = ScriptedRunner(echo(3), VOCAB)
+    runner.allocate_kv(2, 8)
+    sampling = SamplingConfig(no_repeat_ngram_size=2)
+    request = Request(input_token_ids=(7, 8, 9), max_tokens=9, sampling_config=sampling)
+    runner.add_request(1, request)
+    first = runner.forward([SequenceChunk(1, (7, 8, 9), 0, [0], True, 0)])
+    second = runner.forward([SequenceChunk(1, (7,), 3, [0], True, 1)])
+    assert (first.token_ids, second.token_ids) == ([7], [9])
+    assert first.log_probs + second.log_probs == expected(echo(3), (7, 8, 9), 2)[1]
 
 
 def test_step_time_is_spent_in_the_given_sleep():

@@ -11,7 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.torch.driving import request
-from tokenflow.inflight.torch_sampler import Sampler, draw, uniforms
+from tokenflow.errors import InternalError
+from tokenflow.executor.api import Request, SamplingConfig
+from tokenflow.inflight.torch_draw import draw, uniforms
+from tokenflow.inflight.torch_sampler import Sampler
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")
@@ -167,6 +170,9 @@ def test_frequencies_follow_the_distribution(
         {"top_k": 1, "temperature": 5.0, "seed": 3},
         {"top_p": 1.0, "temperature": 0.0},
         {"top_p": 1.0, "temperature": 1e-30},
+        {"top_p": 1.0, "temperature": 1e-300},
+        {"top_p": 1.0, "min_p": 1.0},
+        {"min_p": 0.01, "temperature": 5.0},
     ],
 )
 def test_greedy(sampling: dict[str, object]) -> None:
@@ -241,3 +247,86 @@ def test_a_reused_id_gets_its_own_parameters() -> None:
         sampler.remove(0)
     with pytest.raises(KeyError):
         sampler.sample(logits, [0], [0])
+
+
+def _with(prompt: tuple[int, ...], **fields: object) -> Request:
+    """A request with a prompt; fields of the request and of its sampling."""
+    outer = {k: fields.pop(k) for k in ("bad_words", "embedding_bias", "end_id") if k in fields}
+    sampling = SamplingConfig(**fields)
+    return Request(input_token_ids=prompt, max_tokens=9, sampling_config=sampling, **outer)
+
+
+@pytest.mark.parametrize("top_p", [None, 0.9])
+def test_a_row_of_which_every_token_is_banned_takes_the_best_raw_logit(top_p: float | None) -> None:
+    sampler = Sampler(3, CPU)
+    words = ((0,), (1,), (2,))
+    sampler.add(0, _with((1,), bad_words=words, embedding_bias=((2, 9.0),), top_p=top_p))
+    sampler.add(1, _with((1,), bad_words=((0,),), top_p=top_p, min_p=1.0))
+    logits = torch.tensor([[0.5, 3.0, 2.0], [0.5, -3.0, -2.0]])
+    token_ids, log_probs = sampler.sample(logits, [0, 1], [0, 0])
+    assert token_ids.tolist() == [1, 2]
+    assert torch.isfinite(log_probs).all()
+
+
+def test_extreme_parameters_give_no_nan() -> None:
+    huge = 3e38
+    extremes = [
+        {"repetition_penalty": 1e-320, "frequency_penalty": huge, "temperature": huge},
+        {"repetition_penalty": huge, "presence_penalty": huge},
+        {"frequency_penalty": -huge, "temperature": huge, "top_k": 3},
+        {"embedding_bias": ((0, huge), (1, -huge)), "presence_penalty": huge, "top_p": 1.0},
+    ]
+    sampler = Sampler(4, CPU)
+    for i, fields in enumerate(extremes):
+        sampler.add(i, _with((0, 1, 0, 3), **fields))
+    logits = torch.tensor([[2.0, -1.0, 0.0, 0.5]]).repeat(4, 1)
+    rows = list(range(4))
+    steps = [sampler.sample(logits, rows, [step] * 4)[0].tolist() for step in range(3)]
+    assert [step[0] for step in steps] == [0, 0, 0], "divided by next to nothing"
+    assert steps[0][1] == 2, "the only one that has not come"
+    assert all(step[2] != 2 for step in steps), "far more wanted than what has not come"
+    assert all(0 <= token < 4 for step in steps for token in step)
+
+
+def test_penalties_act_in_units_of_the_scaled_logits_also_when_greedy() -> None:
+    logits = torch.tensor([[2.0, 1.2, 0.0]])
+    for temperature, expected in ((None, 1), (0.0, 1), (1.0, 1), (0.5, 0), (2.0, 1)):
+        sampler = Sampler(3, CPU)
+        sampler.add(0, _with((0,), top_k=1, presence_penalty=1.0, temperature=temperature))
+        assert sampler.sample(logits, [0], [0])[0].tolist() == [expected], temperature
+
+
+def test_top_p_decays_and_starts_anew() -> None:
+    """A top_p of next to nothing leaves the most likely token; with all of it the draw decides."""
+    sampler = Sampler(50, CPU)
+    fields = {"top_p": 1.0, "top_p_decay": 1e-6, "top_p_reset_ids": 7, "seed": 3}
+    sampler.add(0, _with((7,), **fields))
+    sampler.add(1, _with((1,), top_p=1.0, seed=3))
+    flat = torch.zeros(50)
+    flat[0] = 1e-3
+    only_7 = torch.zeros(50)
+    only_7[7] = 1e4
+    drawn = [int(sampler.sample(flat[None], [1], [i])[0]) for i in range(4)]
+    rows = [flat, flat, only_7, flat, flat]
+    got = [int(sampler.sample(row[None], [0], [i])[0]) for i, row in enumerate(rows)]
+    assert 0 not in (drawn[0], drawn[3])
+    assert got == [drawn[0], 0, 7, drawn[3], 0]
+
+
+def test_a_request_that_generated_what_its_sampler_did_not_choose() -> None:
+    sampler = Sampler(3, CPU)
+    sampler.add(0, _with((1,), presence_penalty=1.0))
+    logits = torch.tensor([[2.0, 1.0, 0.0]])
+    sampler.sample(logits, [0], [0])
+    with pytest.raises(InternalError):
+        sampler.sample(logits, [0], [2])
+
+
+def test_logits_are_copied_only_where_a_feature_asks_for_it() -> None:
+    """What a batch without features costs is a softmax and an argmax."""
+    for fields, copies in (({}, False), ({"min_tokens": 2, "end_id": 0}, True)):
+        sampler = Sampler(3, CPU)
+        sampler.add(0, _with((1,), **fields))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            sampler.sample(torch.tensor([[2.0, 1.0, 0.0]]), [0], [0])
+        assert any(event.name == "aten::clone" for event in profile.events()) == copies

@@ -23,6 +23,11 @@ from tokenflow.executor.api import (
 )
 
 _MAX_SEED = 2**64 - 1
+_MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
+_MAX_NGRAM_SIZE = 32
+"""TensorRT-LLM's kernel has room for no longer ones either."""
+_MAX_BAD_WORDS = 1024
+_MAX_BAD_WORD_TOKENS = 16384
 
 
 def check_engine_limits(config: ExecutorConfig) -> None:
@@ -80,15 +85,13 @@ def admitted_max_tokens(request: Request, limits: AdmissionLimits) -> int:
         raise InvalidRequestError(
             "end_id", f"must be in [-1, {limits.vocab_size}), got {request.end_id}"
         )
-    for word in request.stop_words:
-        if not word:
-            raise InvalidRequestError("stop_words", "a word must have at least one token")
-        _check_token_ids("stop_words", word, limits.vocab_size)
-    if request.bad_words:
-        raise InvalidRequestError("bad_words", "not supported by this engine")
+    _check_words("stop_words", request.stop_words, limits.vocab_size)
+    _check_words("bad_words", request.bad_words, limits.vocab_size)
+    _check_bad_word_limits(request.bad_words)
+    _check_embedding_bias(request.embedding_bias, limits.vocab_size)
     if math.isnan(request.priority):
         raise InvalidRequestError("priority", "must be a number")
-    _check_sampling(request.sampling_config)
+    _check_sampling(request.sampling_config, limits.vocab_size)
     max_tokens = min(request.max_tokens, limits.config.max_seq_len - num_input_tokens)
     _check_blocks(num_input_tokens, max_tokens, limits)
     return max_tokens
@@ -115,8 +118,12 @@ def _check_blocks(num_input_tokens: int, max_tokens: int, limits: AdmissionLimit
         )
 
 
-def _check_sampling(sampling: SamplingConfig) -> None:
-    """The only check of the ranges: runners rely on it. An unset top_p is None; 0 is refused."""
+def _check_sampling(sampling: SamplingConfig, vocab_size: int) -> None:
+    """The only check of the ranges: runners rely on it. An unset top_p is None; 0 is refused.
+
+    top_p_min, top_p_decay and top_p_reset_ids without top_p are refused: TensorRT-LLM takes them
+    and does nothing with them.
+    """
 
     def require(name: str, ok: bool, rule: str) -> None:
         if not ok:
@@ -124,18 +131,82 @@ def _check_sampling(sampling: SamplingConfig) -> None:
                 f"sampling_config.{name}", f"{rule}, got {getattr(sampling, name)}"
             )
 
+    def require_share(name: str) -> None:
+        value = getattr(sampling, name)
+        require(name, value is None or 0 < value <= 1, "must be in (0, 1]")
+
+    def require_natural(name: str) -> None:
+        value = getattr(sampling, name)
+        require(name, value is None or 0 <= value < 2**31, "must be in [0, 2^31)")
+
     s = sampling
     require("beam_width", s.beam_width == 1, "only 1 is supported")
     require("num_return_sequences", s.num_return_sequences in (None, 1), "only 1 is supported")
-    require("repetition_penalty", s.repetition_penalty in (None, 1.0), "not supported")
-    require("presence_penalty", s.presence_penalty in (None, 0.0), "not supported")
-    require("frequency_penalty", s.frequency_penalty in (None, 0.0), "not supported")
-    require("top_k", s.top_k is None or s.top_k >= 0, "must be >= 0")
-    require("top_p", s.top_p is None or 0 < s.top_p <= 1, "must be in (0, 1]")
-    finite = s.temperature is None or (math.isfinite(s.temperature) and s.temperature >= 0)
-    require("temperature", finite, "must be finite and >= 0")
-    require("min_tokens", s.min_tokens is None or s.min_tokens >= 0, "must be >= 0")
+    for name in ("top_p", "top_p_min", "top_p_decay"):
+        require_share(name)
+    for name in ("top_k", "min_tokens", "prompt_ignore_length", "no_repeat_ngram_size"):
+        require_natural(name)
+    require(
+        "no_repeat_ngram_size",
+        (s.no_repeat_ngram_size or 0) <= _MAX_NGRAM_SIZE,
+        f"must be <= {_MAX_NGRAM_SIZE}",
+    )
+    temperature = 0.0 if s.temperature is None else s.temperature
+    require("temperature", _is_float32(temperature) and temperature >= 0, "must be finite and >= 0")
+    repetition = 1.0 if s.repetition_penalty is None else s.repetition_penalty
+    require(
+        "repetition_penalty", _is_float32(repetition) and repetition > 0, "must be finite and > 0"
+    )
+    for name in ("presence_penalty", "frequency_penalty"):
+        require(name, _is_float32(getattr(s, name) or 0.0), "must be finite")
+    require("min_p", s.min_p is None or 0 <= s.min_p <= 1, "must be in [0, 1]")
     require("seed", s.seed is None or 0 <= s.seed <= _MAX_SEED, "must be in [0, 2^64)")
+    reset_id = s.top_p_reset_ids
+    require(
+        "top_p_reset_ids",
+        reset_id is None or 0 <= reset_id < vocab_size,
+        f"must be in [0, {vocab_size})",
+    )
+    if s.top_p is None:
+        require("top_p_decay", s.top_p_decay in (None, 1.0), "needs a top_p that decays")
+        require("top_p_min", s.top_p_min is None, "needs a top_p that decays")
+        require("top_p_reset_ids", s.top_p_reset_ids is None, "needs a top_p that decays")
+
+
+def _is_float32(value: float) -> bool:
+    """False for NaN, the infinities and what float32 takes for one."""
+    return -_MAX_FLOAT32 <= value <= _MAX_FLOAT32
+
+
+def _check_words(name: str, words: tuple[tuple[int, ...], ...], vocab_size: int) -> None:
+    for word in words:
+        if not word:
+            raise InvalidRequestError(name, "a word must have at least one token")
+        _check_token_ids(name, word, vocab_size)
+
+
+def _check_bad_word_limits(words: tuple[tuple[int, ...], ...]) -> None:
+    if len(words) > _MAX_BAD_WORDS:
+        raise InvalidRequestError("bad_words", f"at most {_MAX_BAD_WORDS}, got {len(words)}")
+    num_tokens = sum(map(len, words))
+    if num_tokens > _MAX_BAD_WORD_TOKENS:
+        raise InvalidRequestError(
+            "bad_words", f"at most {_MAX_BAD_WORD_TOKENS} tokens together, got {num_tokens}"
+        )
+
+
+def _check_embedding_bias(bias: tuple[tuple[int, float], ...], vocab_size: int) -> None:
+    if not bias:
+        return
+    token_ids = tuple(token_id for token_id, _ in bias)
+    _check_token_ids("embedding_bias", token_ids, vocab_size)
+    if len(set(token_ids)) < len(token_ids):
+        raise InvalidRequestError("embedding_bias", "a token id must come once")
+    for token_id, value in bias:
+        if not _is_float32(value):
+            raise InvalidRequestError(
+                "embedding_bias", f"the value of token {token_id} must be finite, got {value}"
+            )
 
 
 def _check_token_ids(name: str, token_ids: tuple[int, ...], vocab_size: int) -> None:

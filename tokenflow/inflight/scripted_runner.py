@@ -6,6 +6,11 @@ history. The runner keeps nothing else about a sequence: at every step it reads 
 the script what comes next. A block that belongs to somebody else, was overwritten, evicted while in
 use, shared across different histories, or reused without having been computed is an error or a
 wrong token, never a silent success.
+
+A script is a distribution with a single token. Fields that only reweigh (temperature, top_k, top_p,
+min_p, penalties, biases) therefore change nothing; what bans (bad_words, no_repeat_ngram_size,
+min_tokens; see `bans`) replaces a banned token by the next id, modulo the vocabulary, that is not
+banned, and by itself if all are. The log-probability stays the script's.
 """
 
 from __future__ import annotations
@@ -14,8 +19,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from tokenflow.executor.api import Request
+from tokenflow.inflight.bans import banned_token_ids, has_bans, next_allowed
 from tokenflow.inflight.runner import BlockCopy, SequenceChunk, StepOutput
 from tokenflow.inflight.scripts import Script, script_by_name
+
+History = tuple[int, ...]
+"""All tokens of a sequence, prompt included."""
 
 _Cell = tuple[int, int]  # token, fingerprint of the history that ends with it
 _EMPTY_HISTORY = 0
@@ -25,8 +34,6 @@ class ScriptedRunner:
     """Implements `runner.Runner` on a script.
 
     step_s: seconds that a step takes, spent in `sleep`; a ManualClock's `advance` makes it virtual.
-    min_tokens is kept as a model would keep it: an end token that comes too early is masked, here
-    replaced by the token id after it.
     """
 
     def __init__(
@@ -89,14 +96,25 @@ class ScriptedRunner:
         self.num_steps += 1
         for chunk in chunks:
             self._write(chunk)
-        output = StepOutput([], [])
+        sampled: list[tuple[SequenceChunk, History]] = []
         for chunk in chunks:
             history = self._history(chunk, chunk.start + len(chunk.token_ids))
             self._check_prompt(chunk, history)
             if chunk.samples:
-                token_id, log_prob = self._script(history)
-                output.token_ids.append(self._mask_early_end(chunk, token_id))
-                output.log_probs.append(log_prob)
+                sampled.append((chunk, history))
+        return self._sample(sampled)
+
+    def _sample(self, sampled: Sequence[tuple[SequenceChunk, History]]) -> StepOutput:
+        """What comes after each history that was read back."""
+        output = StepOutput([], [])
+        for chunk, history in sampled:
+            token_id, log_prob = self._script(history)
+            request = self._requests[chunk.request_id]
+            if has_bans(request):
+                banned = banned_token_ids(request, history, chunk.num_generated)
+                token_id = next_allowed(token_id, banned, self._vocab_size)
+            output.token_ids.append(token_id)
+            output.log_probs.append(log_prob)
         return output
 
     def _write(self, chunk: SequenceChunk) -> None:
@@ -114,7 +132,7 @@ class ScriptedRunner:
             block[position % size] = (token_id, fingerprint)
         self.num_computed_tokens += len(chunk.token_ids)
 
-    def _history(self, chunk: SequenceChunk, num_tokens: int) -> tuple[int, ...]:
+    def _history(self, chunk: SequenceChunk, num_tokens: int) -> History:
         history: list[int] = []
         fingerprint = _EMPTY_HISTORY
         for position in range(num_tokens):
@@ -135,17 +153,10 @@ class ScriptedRunner:
             raise RuntimeError(f"request {chunk.request_id}: position {position} has no KV")
         return cell
 
-    def _check_prompt(self, chunk: SequenceChunk, history: tuple[int, ...]) -> None:
+    def _check_prompt(self, chunk: SequenceChunk, history: History) -> None:
         prompt = self._requests[chunk.request_id].input_token_ids
         if history[: len(prompt)] != prompt[: len(history)]:
             raise RuntimeError(f"request {chunk.request_id}: KV of another prompt")
-
-    def _mask_early_end(self, chunk: SequenceChunk, token_id: int) -> int:
-        request = self._requests[chunk.request_id]
-        min_tokens = request.sampling_config.min_tokens or 0
-        if token_id == request.end_id and chunk.num_generated < min_tokens:
-            return (token_id + 1) % self._vocab_size
-        return token_id
 
 
 def create_scripted_runner(
