@@ -88,6 +88,23 @@ def runs_table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def lease_table(result: Mapping[str, Any]) -> str:
+    """Leases beside cancels, for a document."""
+    lines = [
+        "| case | mode | recomputed tokens | lost steps | tok/s | first token P50 / P99 | stalls "
+        "| blocks held / used | pauses |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in result["rows"]:
+        lines.append(
+            f"| {row['case']} | {row['mode']} | {row['num_recomputed_tokens']:,} "
+            f"| {row['num_lost_steps']} | {row['throughput']:.1f} "
+            f"| {row['ttft_p50_s']:.2f} / {row['ttft_p99_s']:.2f} s | {row['share_stalled']:.1%} "
+            f"| {row['held_per_used_block']:.2f} | {row['num_pauses']} |"
+        )
+    return "\n".join(lines)
+
+
 def _causes(causes: Mapping[str, int]) -> str:
     return ", ".join(f"{cause} {num}" for cause, num in causes.items() if num) or "none"
 
@@ -136,6 +153,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "demo": _of_results("demo", markdown_table),
     "demo_runs": _of_results("demo", runs_table),
     "burst_pa": _of_results("burst_pa", markdown_table),
+    "lease": _of_results("lease", lease_table),
     "parameters": lambda results: parameter_table(),
     "unpausable": lambda results: unpausable_table(),
 }

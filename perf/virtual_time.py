@@ -77,6 +77,7 @@ class Simulation:
         self.result.num_pauses = counters.num_pauses
         self.result.num_forced = counters.num_forced_pauses
         self.result.num_internal_pauses = counters.num_internal_pauses
+        self.result.num_lease_ends = counters.num_lease_ends
         self.result.num_recomputed_tokens = counters.num_recomputed_tokens
         num_received = sum(len(q.token_times) for q in self.result.seqs)
         self.result.num_thrown_away = self._runner.num_sampled - num_received

@@ -144,6 +144,7 @@ class SimResult:
     """What happened.
 
     idle_slot_s, busy_slot_s: slot seconds that stood empty while somebody waited, and all in use.
+    num_lease_ends: enqueues that ended at their lease while the request went on.
     num_thrown_away: tokens that the engine sampled and no client got.
     """
 
@@ -151,6 +152,7 @@ class SimResult:
     num_pauses: int = 0
     num_forced: int = 0
     num_internal_pauses: int = 0
+    num_lease_ends: int = 0
     num_recomputed_tokens: int = 0
     num_thrown_away: int = 0
     idle_slot_s: float = 0.0

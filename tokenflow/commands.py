@@ -82,6 +82,7 @@ class EngineCommands:
 
     def left_paused(self, session: Session, now: float) -> None:
         """Its lease ended and it was not started again: a pause without a cancel."""
+        session.renews_lease = False
         self._table.count_pause(session)
         self._count_pause(session, now, why="lease")
 

@@ -63,7 +63,10 @@ class ServingConfig:
     tokens_per_block: int = _field(32, "tokens in a KV block", low=1, high=1024)
     max_tokens_in_paged_kv_cache: int = _field(8192, "device KV pool, tokens", low=2, high=1 << 30)
     batch_scheduler_policy: str = _field(
-        "guaranteed_no_evict", "block reservation of the engine", choices=tuple(_BATCH_POLICIES)
+        "auto",
+        "how the engine takes blocks: the whole length at the start, or as they are needed "
+        "(auto = as needed with scheduling_policy tokenflow and chunked context, else the former)",
+        choices=("auto", *_BATCH_POLICIES),
     )
     enable_kv_cache_reuse: bool = _field(
         True, "keep KV blocks for reuse (scheduling_policy tokenflow needs it)"
@@ -147,9 +150,14 @@ class ServingConfig:
 
     def executor_config(self) -> ExecutorConfig:
         """The engine's part, in TensorRT-LLM's terms."""
+        batch_policy = self.batch_scheduler_policy
+        if batch_policy == "auto":  # by the figures of perf/lease.py
+            # Without chunks a long request could not start again where the engine pauses it itself.
+            as_needed = self.scheduling_policy == "tokenflow" and self.enable_chunked_context
+            batch_policy = "max_utilization" if as_needed else "guaranteed_no_evict"
         return ExecutorConfig(
             scheduler_config=SchedulerConfig(
-                capacity_scheduler_policy=_BATCH_POLICIES[self.batch_scheduler_policy]
+                capacity_scheduler_policy=_BATCH_POLICIES[batch_policy]
             ),
             kv_cache_config=KvCacheConfig(
                 enable_block_reuse=self.enable_kv_cache_reuse,

@@ -182,6 +182,7 @@ class EngineFeedback:
             return
         self._table.transition(session, _S.PREEMPTED, now)
         self._table.set_resume_tokens(session, 1)
+        session.renews_lease = True
         self._lease_ended_now.append(session)
 
     def _count_recomputed(self, session: Session, result: Result) -> None:

@@ -54,6 +54,8 @@ class TokenflowPolicy:
         account: under a lasting load, streams whose readers have read everything cannot take turns.
     typical_turn_s: time that a rotating stream runs between two pauses, from which the cost of
         recomputing is foreseen; longer admits more and, beyond what is real, ends in thrashing.
+    recompute_share: share of the time until a paused stream is due that recomputing may take, its
+        own and that of all who are due before it; nobody else is paused for a newcomer beyond that.
     min_quantum_s: time in the engine before a stream is paused for a newcomer or for balance.
     max_bypass_s, max_passes: others may overtake a newcomer that does not fit until it has waited
         so long; at most so many are passed over in one plan.
@@ -77,6 +79,7 @@ class TokenflowPolicy:
     bridge_limit: float = 0.75
     bridge_margins: float = 6.0
     typical_turn_s: float = 1.5
+    recompute_share: float = 0.15
     min_quantum_s: float = 1.0
     max_bypass_s: float = 2.0
     max_passes: int = 16

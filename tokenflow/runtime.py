@@ -34,6 +34,7 @@ logger = logging.getLogger("tokenflow")
 
 _AWAIT_TIMEOUT = timedelta(milliseconds=250)
 _IDLE_WAIT_S = 0.5
+_STOP_POLL_S = 0.05
 
 _S = SessionState
 _RUNNING_STATES = (_S.PREFILLING, _S.RUNNING, _S.RESUMING, _S.CANCELLING)
@@ -306,8 +307,7 @@ class Runtime:
             message = self._await_end(executor)
             if message is None:
                 return
-            self._inbox.put((self._on_engine_lost, (message,)))
-            if self._keeper is None:
+            if not self._tell_engine_lost(message) or self._keeper is None:
                 return
             try:
                 started = self._keeper.restart(message, self._stopping)
@@ -318,6 +318,17 @@ class Runtime:
                 return
             executor = started
             self._inbox.put((self._on_engine_started, (executor,)))
+
+    def _tell_engine_lost(self, message: str) -> bool:
+        """Post the loss and wait until the runtime thread knows of it: it must not call an engine
+        that its keeper has released. False when this runtime stops."""
+        known = threading.Event()
+        self._inbox.put((self._on_engine_lost, (message,)))
+        self._inbox.put((known.set, ()))
+        while not known.wait(_STOP_POLL_S):
+            if self._stopping.is_set():
+                return False
+        return True
 
     def _await_end(self, executor: Executor) -> str | None:
         """Post what the engine says until it ends: how it did, or None when this runtime stops."""

@@ -25,7 +25,14 @@ from tokenflow.executor.api import CapacitySchedulerPolicy
 from tokenflow.policies import ExcessOrder, FcfsReservePolicy, Policy, TokenflowPolicy, rank
 from tokenflow.scheduler_balance import exchange
 from tokenflow.scheduler_forecast import Load, PrefillBudget, can_bring_back
-from tokenflow.scheduler_rules import Victims, admissible, due_rows, half_kept, victims
+from tokenflow.scheduler_rules import (
+    Victims,
+    admissible,
+    blocks_left_at_full_length,
+    due_rows,
+    half_kept,
+    victims,
+)
 from tokenflow.scheduler_view import PREEMPTED, WAITING, Draft, View, view_of
 from tokenflow.types import Decision, IntArray, Snapshot
 
@@ -255,21 +262,23 @@ def _place_rest(view: View, draft: Draft) -> None:
     """Admit newcomers beyond the schedulable load into room that nobody else can use.
 
     A batch with idle slots helps nobody, and nobody has to yield later to keep them company: all
-    that started are running.
+    that started are running, and the pool holds all of them to their ends.
     """
     if draft.slots < 1 or draft.pause:
         return
     prefill = PrefillBudget(view)
     for row in draft.admit:
         prefill.take(row)
+    s, blocks_left = view.snapshot.sessions, blocks_left_at_full_length(view, draft)
     limit = view.snapshot.kv.max_batch_size + view.policy.max_passes
     for row in admissible(view, draft)[:limit].tolist():
         if draft.slots < 1 or not prefill.allows(row):
             return
         if draft.named(row) or not half_kept(view, draft, row):
             continue
-        if draft.fits(row):
+        if draft.fits(row) and s.num_blocks_final[row] <= blocks_left:
             draft.place(row, "free room")
             prefill.take(row)
+            blocks_left -= int(s.num_blocks_final[row])
         elif _must_hold(view, row):
             return

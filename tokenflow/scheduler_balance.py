@@ -18,10 +18,12 @@ from tokenflow.scheduler_view import Draft, View
 def exchange(view: View, draft: Draft, able: Victims) -> None:
     """Draft the exchanges that pay, neediest paused stream first."""
     takers = _low_paused(view, draft)
-    if not takers:
-        return
+    givers = _far_ahead(view, able) if takers else []
+    s, rate = view.snapshot.sessions, view.snapshot.costs.prefill_tokens_per_s
     for taker in takers:
-        chosen = draft.victims_for(taker, _far_ahead(view, draft, able, taker))
+        prefill_s = float(s.num_resume_tokens[taker] - 1) / rate
+        willing = (row for row, spare_s in givers if spare_s >= prefill_s and not draft.named(row))
+        chosen = draft.victims_for(taker, willing)
         if chosen is None or len(chosen) != 1 or _gain(view, taker, chosen[0]) <= 0:
             continue
         draft.place(taker, "balance", chosen)
@@ -44,18 +46,15 @@ def _low_paused(view: View, draft: Draft) -> list[int]:
     return [row for row in rows[low][order].tolist() if not draft.named(row)]
 
 
-def _far_ahead(view: View, draft: Draft, able: Victims, taker: int) -> list[int]:
-    """Running streams at or above the high share, fewest generated tokens first."""
+def _far_ahead(view: View, able: Victims) -> list[tuple[int, float]]:
+    """(row, spare) of running streams at or above the high share, fewest generated tokens first."""
     s = view.snapshot.sessions
-    prefill_s = float(s.num_resume_tokens[taker] - 1) / view.snapshot.costs.prefill_tokens_per_s
-    rows = [
-        row
+    ahead = [
+        (row, spare_s)
         for row, spare_s in able.for_others()
-        if spare_s >= prefill_s
-        and not draft.named(row)
-        and (not s.has_reader[row] or _share(view, row) >= view.policy.high_share)
+        if not s.has_reader[row] or _share(view, row) >= view.policy.high_share
     ]
-    return sorted(rows, key=lambda row: int(s.num_generated[row]))
+    return sorted(ahead, key=lambda entry: int(s.num_generated[entry[0]]))
 
 
 def _gain(view: View, taker: int, giver: int) -> float:
@@ -63,7 +62,8 @@ def _gain(view: View, taker: int, giver: int) -> float:
 
     The taker runs until its reader reaches the high share; those tokens count in full. In the same
     slot the giver would have produced as many, at the worth of its own reader's growing store. The
-    round trip loses the giver's token in flight and the time of what is recomputed.
+    round trip loses the giver's token in flight and the time of what is recomputed, in which nobody
+    in the batch gets a token.
     """
     s, policy, costs = view.snapshot.sessions, view.policy, view.snapshot.costs
     num_tokens = (policy.high_share - _share(view, taker)) * float(s.max_tokens[taker])
@@ -73,5 +73,6 @@ def _gain(view: View, taker: int, giver: int) -> float:
         span = policy.worthless_share - policy.high_share
         worth = min(1.0, max(0.0, (policy.worthless_share - middle) / span))
     recompute = float(s.num_resume_tokens[taker] - 1) / costs.prefill_tokens_per_s
-    round_trip_tokens = 1.0 + recompute / view.step_s
+    num_sequences = len(view.running) + len(view.starting)
+    round_trip_tokens = 1.0 + num_sequences * recompute / view.step_s
     return num_tokens * (1.0 - worth) - policy.min_exchange_gain * round_trip_tokens

@@ -23,7 +23,9 @@ class Load:
 
     Γ is the decode speed of a full batch of the set at its mid-life context, prompt + half the
     output limit: measuring it now would admit on contexts that are still short. Less the time that
-    recomputing takes, once the KV of the set outgrows the pool.
+    recomputing takes, once the KV of the set outgrows the pool. A set that started together also
+    grows old together, so Γ is never taken higher than what it can decode at full length without
+    that margin.
 
     Σ R <= ρ·Γ is enough (TokenFlow, section 4.3). Beyond it a set can still be carried if what its
     readers have unread bridges the time until enough of it has ended: the tokens due by any
@@ -61,13 +63,14 @@ class Load:
     def admits(self, row: int) -> bool:
         """True if the set with `row` can be carried."""
         policy, capacity = self._view.policy, self._capacity(row)
-        if self._with(row)[1] <= policy.load_limit * capacity:
+        at_full_length = self._capacity_at_full_length(row)
+        if self._with(row)[1] <= min(policy.load_limit * capacity, at_full_length):
             return True
         if self._due is None:
             self._due = _Due(self._view, self._served, self._rate)
             for added in self._added:
                 self._due.add(added)
-        return self._due.fits(row, policy.bridge_limit * capacity)
+        return self._due.fits(row, policy.bridge_limit * min(capacity, at_full_length))
 
     def _capacity(self, row: int) -> float:
         """Γ in tokens/s of the set with `row`."""
@@ -88,6 +91,14 @@ class Load:
         turns_per_token = step_s / max(policy.typical_turn_s, step_s)
         recompute = rate_context * turns_per_token * lost_share / costs.prefill_tokens_per_s
         return (batch / step_s) * max(0.0, 1.0 - recompute)
+
+    def _capacity_at_full_length(self, row: int) -> float:
+        """Decode speed in tokens/s of the set with `row` when all of it is about to end."""
+        kv, costs = self._view.snapshot.kv, self._view.snapshot.costs
+        num, _, _, _, sum_final = self._with(row)
+        batch = max(1, int(min(kv.max_batch_size, num, kv.num_total_blocks * num / sum_final)))
+        context = sum_final * kv.tokens_per_block / num
+        return batch / costs.step_s(batch, batch * context)
 
     def _with(self, row: int) -> tuple[float, float, float, float, float]:
         s = self._view.snapshot.sessions
@@ -191,7 +202,9 @@ def can_bring_back(
 
     placed: rows that this plan starts or resumes. free_*: left after them. Deadlines D_k = S_k −
     t_resume. A slot comes free when its stream has earned the slack to be paused, or ends; given
-    to somebody brought back, it comes free again a cycle later.
+    to somebody brought back, it comes free again a cycle later. What the pool could not keep is
+    computed again before its deadline, and so is everybody's who is due earlier: that may take a
+    share of the time until then, or resumes end in nothing but recomputing.
     """
     s = view.snapshot.sessions
     out = np.zeros(len(s), dtype=np.bool_)
@@ -202,7 +215,9 @@ def can_bring_back(
     out_rows = np.flatnonzero(out)
     if not len(out_rows):
         return True
-    deadlines, needs = _deadlines(view, out_rows)
+    deadlines, needs, recompute_s = _deadlines(view, out_rows)
+    if (np.cumsum(recompute_s) > view.policy.recompute_share * deadlines).any():
+        return False
     staying = view.running[~out[view.running]]
     coming = np.concatenate([view.starting, np.asarray(placed, dtype=np.int64)])
     rows = np.concatenate([staying, coming])
@@ -226,8 +241,9 @@ def can_bring_back(
     return bool(enough_slots.all() and enough_blocks.all())
 
 
-def _deadlines(view: View, rows: IntArray) -> tuple[FloatArray, IntArray]:
-    """Seconds until each of `rows` must be enqueued, nearest first, and their block needs."""
+def _deadlines(view: View, rows: IntArray) -> tuple[FloatArray, IntArray, FloatArray]:
+    """Seconds until each of `rows` must be enqueued, nearest first; their block needs; the seconds
+    that recomputing each takes."""
     s, policy = view.snapshot.sessions, view.policy
     paused = s.state[rows] == PREEMPTED
     tokens = np.where(paused, s.num_resume_tokens[rows], view.tokens_after_pause(rows))
@@ -236,9 +252,10 @@ def _deadlines(view: View, rows: IntArray) -> tuple[FloatArray, IntArray]:
         s.has_reader[rows], s.slack_s[rows], policy.max_machine_pause_s - waited_s
     )
     deadlines = np.maximum(patience_s - view.resume_s(tokens - 1), 0.0)
+    recompute_s = (tokens - 1) / view.snapshot.costs.prefill_tokens_per_s
     order = np.argsort(deadlines, kind="stable")
     order = order[: _NUM_DEADLINE_BATCHES * view.snapshot.kv.max_batch_size]
-    return deadlines[order], view.need[rows[order]]
+    return deadlines[order], view.need[rows[order]], recompute_s[order]
 
 
 def _earn_s(view: View, rows: IntArray) -> FloatArray:

@@ -106,6 +106,14 @@ def half_kept(view: View, draft: Draft, row: int) -> bool:
     )
 
 
+def blocks_left_at_full_length(view: View, draft: Draft) -> int:
+    """Blocks that stay free when everybody in the engine, with those drafted, grows to the end."""
+    final = view.snapshot.sessions.num_blocks_final
+    num_blocks = int(final[view.running].sum()) + int(final[view.starting].sum())
+    num_blocks += int(final[[*draft.resume, *draft.admit]].sum()) - int(final[draft.pause].sum())
+    return view.snapshot.kv.num_total_blocks - num_blocks
+
+
 def _fixed(view: View, draft: Draft) -> list[int]:
     """Rows in the engine, with those drafted, that can never be paused."""
     pausable = view.snapshot.sessions.pausable

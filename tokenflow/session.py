@@ -40,6 +40,7 @@ class Session:
     num_filled_blocks: KV blocks that it has filled in the engine, 0 outside.
     lease_end: number of output tokens at which the engine ends the present enqueue although the
         request goes on; None without a lease.
+    renews_lease: its lease has just ended, and no plan has given its place to others.
     num_losses: engines that were lost while they held the request.
     held_until: the client holds its stream paused until this instant; None = it does not.
     hold_end_time: when its last hold ended.
@@ -63,6 +64,7 @@ class Session:
     num_pauses: int = 0
     paused_s: float = 0.0
     lease_end: int | None = None
+    renews_lease: bool = False
     num_losses: int = 0
     held_until: float | None = None
     hold_end_time: float = float("-inf")

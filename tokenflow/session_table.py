@@ -114,7 +114,9 @@ class SessionTable:
         if state in _WAITING_STATES:
             rows.set_float("wait_since_time", slot, now)
         elif state is _S.RUNNING:
-            rows.set_float("running_since_time", slot, now)
+            if not session.renews_lease:  # to its reader, a renewal is no interruption
+                rows.set_float("running_since_time", slot, now)
+            session.renews_lease = False
         if state not in IN_ENGINE:
             self._leave_engine(session)
         if state is _S.PAUSING:

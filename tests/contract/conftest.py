@@ -15,6 +15,7 @@ from tokenflow.config import ServingConfig
 
 LIMITS = {
     "engine": "scripted",
+    "batch_scheduler_policy": "guaranteed_no_evict",
     "scripted_step_s": 0.001,
     "max_batch_size": 4,
     "max_num_tokens": 64,

@@ -160,3 +160,15 @@ def test_a_loss_within_a_lease() -> None:
     h.run_to_empty()
     h.expect_whole(handle, PROMPT, 20)
     h.expect_nothing_left()
+
+
+def test_a_renewal_does_not_start_the_quantum_anew() -> None:
+    h = leased()
+    handle = h.submit(PROMPT, 20)
+    starts = set()
+    while h.state(handle) is not None:
+        h.step()
+        columns = h.coordinator.table.columns(h.now)
+        if h.state(handle) is S.RUNNING:
+            starts.add(float(columns.running_since_time[0]))
+    assert len(starts) == 1

@@ -25,6 +25,7 @@ VOCAB_SIZE = 211
 SCRIPT = pseudo_random(VOCAB_SIZE)
 CONFIG = ServingConfig(
     engine="scripted",
+    batch_scheduler_policy="guaranteed_no_evict",
     max_batch_size=4,
     max_num_tokens=64,
     tokens_per_block=8,

@@ -186,7 +186,7 @@ def test_a_server_killed_while_idle_takes_stub_and_engine_with_it(other_server: 
     [
         ("decoupled: true", "decoupled: false", "must say decoupled: true"),
         ('key: "dtype"', 'key: "dtipe"', "dtipe: unknown parameter"),
-        ("guaranteed_no_evict", "whatever", "batch_scheduler_policy: must be one of"),
+        ('"auto"', '"whatever"', "batch_scheduler_policy: must be one of"),
     ],
 )
 def test_wrong_configuration_is_said_at_start(

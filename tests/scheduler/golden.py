@@ -14,8 +14,8 @@ import numpy as np
 
 from perf.virtual_time import Simulation
 from perf.virtual_values import SimEngine
+from perf.virtual_workloads import demo, machines, sustained
 from tests.scheduler.build import BOOLS, FLOATS
-from tests.scheduler.workloads import demo, machines, sustained
 from tokenflow.executor.api import CapacitySchedulerPolicy
 from tokenflow.policies import TokenflowPolicy
 from tokenflow.scheduler import plan

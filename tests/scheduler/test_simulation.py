@@ -11,12 +11,12 @@ import pytest
 
 from perf.virtual_time import Simulation
 from perf.virtual_values import SimEngine, SimRequest, SimResult
-from tests.scheduler.workloads import demo, machines, sustained
-from tokenflow.metrics import percentile, raw_throughput, stalls, ttft_s
+from perf.virtual_workloads import demo, machines, sustained
+from tests.scheduler.outcomes import MAX_UTIL, throughput_ratio, ttft, worst_stall_s
+from tokenflow.metrics import percentile, stalls, ttft_s
 from tokenflow.policies import FcfsReservePolicy, Policy, TokenflowPolicy
 from tokenflow.scheduler import plan
 
-MAX_UTIL = "max_utilization"
 DEFAULT = SimEngine()
 
 
@@ -35,19 +35,6 @@ def run(requests: list[SimRequest], engine: SimEngine = DEFAULT) -> SimResult:
 
 def fcfs(requests: list[SimRequest], engine: SimEngine = DEFAULT) -> SimResult:
     return _remembered(tuple(requests), engine, FcfsReservePolicy())
-
-
-def ttft(result: SimResult, q: float) -> float:
-    return percentile((ttft_s(s) for s in result.streams("newcomer")), q)
-
-
-def worst_stall_s(result: SimResult) -> float:
-    found = [stall.duration_s for s in result.streams() for stall in stalls(s)]
-    return max(found, default=0.0)
-
-
-def throughput_ratio(result: SimResult, baseline: SimResult) -> float:
-    return raw_throughput(result.streams()) / raw_throughput(baseline.streams())
 
 
 def test_events_inside_a_step_have_their_own_instants_and_act_at_its_end() -> None:

@@ -1,4 +1,8 @@
-"""Fixed workloads for the simulation: the demo's burst and a sustained stream of requests."""
+"""Fixed workloads for virtual time: who asks what, when, and how fast they read.
+
+Owns the lengths and instants; a prompt is only its length here. Invariant: same arguments, same
+workload, from a fixed seed.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,30 @@ def demo(*, num_newcomers: int = 16, rate: float = 4.0, seed: int = 1) -> list[S
             num_prompt_tokens=rng.randint(30, 60),
             max_tokens=rng.randint(40, 60),
             read_rate=rate,
+            kind="newcomer",
+        )
+        for i in range(num_newcomers)
+    ]
+    return readers + newcomers
+
+
+def long_outputs(*, num_readers: int = 12, num_newcomers: int = 12) -> list[SimRequest]:
+    """Readers of 4 tokens/s, one a second, whose answers are long; every five seconds from 20 s on
+    a short question."""
+    rng = random.Random(3)
+    readers = [
+        SimRequest(
+            arrival_time=1.0 * i,
+            num_prompt_tokens=rng.randint(60, 140),
+            max_tokens=rng.randint(900, 1400),
+        )
+        for i in range(num_readers)
+    ]
+    newcomers = [
+        SimRequest(
+            arrival_time=20.0 + 5.0 * i,
+            num_prompt_tokens=rng.randint(30, 60),
+            max_tokens=rng.randint(40, 60),
             kind="newcomer",
         )
         for i in range(num_newcomers)
