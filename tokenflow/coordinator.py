@@ -126,6 +126,11 @@ class Coordinator:
         self.counters.num_received += 1
         self._answers.refused(handle, request, message, now, retryable=True)
 
+    def count_invalid(self) -> None:
+        """A request was refused before it came here."""
+        self.counters.num_received += 1
+        self.counters.num_failed += 1
+
     def drain_ttft_s(self) -> list[float]:
         """Times to first token since the last call; any one thread may call it."""
         return self._answers.drain_ttft_s()

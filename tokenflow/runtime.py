@@ -124,6 +124,10 @@ class Runtime:
         self._inbox.put((self._on_submit, (handle, request)))
         return handle
 
+    def count_invalid(self) -> None:
+        """A request was refused before it came here; it counts as failed."""
+        self._inbox.put((self._coordinator.count_invalid, ()))
+
     def cancel(self, handle: int) -> None:
         """The client left or asked for the end: one more event, CANCELLED, if it had no end yet."""
         self._inbox.put((self._on_cancel, (handle,)))

@@ -35,6 +35,8 @@ class ServingRuntime(RuntimeControl, Protocol):
 
     def submit(self, request: GenerateRequest) -> int: ...
 
+    def count_invalid(self) -> None: ...
+
     def shutdown(self, timeout_s: float) -> None: ...
 
 
@@ -106,17 +108,21 @@ class TextService:
         if control is not None:
             self._sender.post(Controlled(channel, control))
             return
-        request = parse_request(
-            request_id,
-            tensors,
-            parameters,
-            tokenizer=self._tokenizer,
-            config=self._config,
-            arrival_time=self._clock.now(),
-            unset_seed=self._random_seed(),
-        )
-        stream = TextStream(request, self._tokenizer)
-        outputs = select_outputs(requested_outputs, request)
+        try:
+            request = parse_request(
+                request_id,
+                tensors,
+                parameters,
+                tokenizer=self._tokenizer,
+                config=self._config,
+                arrival_time=self._clock.now(),
+                unset_seed=self._random_seed(),
+            )
+            stream = TextStream(request, self._tokenizer)
+            outputs = select_outputs(requested_outputs, request)
+        except InvalidRequestError:
+            self._runtime.count_invalid()
+            raise
         handle = self._runtime.submit(request.generate)
         self._sender.post(Opened(handle, channel, stream, outputs))
 

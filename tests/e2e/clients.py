@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
 import queue
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tritonclient.grpc as triton_grpc
 import tritonclient.utils as triton_numpy
 
+from perf.server_processes import descendants as descendants
+from perf.server_processes import is_alive as is_alive
+from perf.server_processes import shm_files as shm_files
 from triton_backend.launcher import TritonServer
 
 MODEL = "ensemble"
@@ -168,18 +169,25 @@ class GrpcStream:
 
 def post(server: TritonServer, route: str, body: object) -> tuple[int, str]:
     """POST to generate or generate_stream; (status, body)."""
-    with open_post(server, route, body) as response:
+    return post_to(server, MODEL, route, body)
+
+
+def post_to(server: TritonServer, model: str, route: str, body: object) -> tuple[int, str]:
+    """The same for another model."""
+    with open_post(server, route, body, model=model) as response:
         return response.status, response.read().decode("utf-8", "strict")
 
 
 @contextlib.contextmanager
-def open_post(server: TritonServer, route: str, body: object) -> Iterator[http.client.HTTPResponse]:
+def open_post(
+    server: TritonServer, route: str, body: object, *, model: str = MODEL
+) -> Iterator[http.client.HTTPResponse]:
     """The response as soon as its head is there; leaving closes the connection."""
     host, port = server.http_url.split(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=_TIMEOUT_S)
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     try:
-        connection.request("POST", f"/v2/models/{MODEL}/{route}", data)
+        connection.request("POST", f"/v2/models/{model}/{route}", data)
         yield connection.getresponse()
     finally:
         connection.close()
@@ -221,29 +229,3 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "condition never held"
         time.sleep(0.02)
-
-
-def descendants(pid: int) -> list[int]:
-    """Process ids of all children, grandchildren, … of a process."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = stat.read_text().rsplit(")", 1)[1].split()
-            if fields[0] != "Z":
-                parents[int(stat.parent.name)] = int(fields[1])
-    found = [pid]
-    for candidate in found:
-        found.extend(child for child, parent in parents.items() if parent == candidate)
-    return found[1:]
-
-
-def is_alive(pid: int) -> bool:
-    """False for a process that is gone or a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def shm_files(prefix: str) -> list[str]:
-    return [name for name in os.listdir("/dev/shm") if name.startswith(prefix)]

@@ -135,6 +135,7 @@ class FakeRuntime:
     acknowledged: list[tuple[int, int]] = field(default_factory=list)
     paused: list[int] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
+    num_invalid: int = 0
     error: Exception | None = None
     unpausable: int | None = None
 
@@ -146,6 +147,9 @@ class FakeRuntime:
             raise self.error
         self.submitted.append(request)
         return len(self.submitted)
+
+    def count_invalid(self) -> None:
+        self.num_invalid += 1
 
     def cancel(self, handle: int) -> None:
         self.cancelled.append(handle)

@@ -98,6 +98,9 @@ class Server:
         self.coordinator.submit(handle, request, self.clock.now())
         return handle
 
+    def count_invalid(self) -> None:
+        self.coordinator.count_invalid()
+
     def cancel(self, handle: int) -> None:
         self.coordinator.cancel(handle, self.clock.now())
 

@@ -71,3 +71,4 @@ def test_service_refuses_bad_input_and_answers_control() -> None:
     assert bad.errors == [("text_input: is required", ErrorCode.INVALID_ARG)]
     assert (stop.sent, stop.num_finals) == ([{}], 1)
     assert not bench.runtime.submitted
+    assert bench.runtime.num_invalid == 1
