@@ -15,7 +15,7 @@ PIP_FLAGS ?=
 # Test workers share the cores: one thread each, and waiting threads sleep instead of spinning.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-.PHONY: help setup doctor model serve demo burst-pa test check format bench docs clean distclean
+.PHONY: help setup doctor model serve demo burst-pa test soak check format bench docs clean distclean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,13 @@ test: check model  ## every check and test, the real server included
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not e2e" || status=1; \
 	$(TEST_ENV) $(BIN)/python -m pytest -m e2e || status=1; \
 	exit $$status
+
+soak: model  ## hours' worth of interleavings, killed engines and 20,000 requests; ~20 minutes
+	TOKENFLOW_SOAK=10 $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile --timeout 3600 \
+	  tests/core/test_coordinator_machine.py tests/scheduler/test_races.py
+	$(BIN)/python -m perf.kills
+	$(BIN)/python -m perf.slow_readers
+	$(BIN)/python -m perf.soak
 
 format: $(READY)  ## rewrite the sources as `check` wants them
 	$(BIN)/ruff check --fix

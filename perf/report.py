@@ -105,6 +105,29 @@ def lease_table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+_SOAK_ROWS = 10
+_MB = 1e6
+
+
+def soak_table(result: Mapping[str, Any]) -> str:
+    """What the long run kept, for a document: about ten of its idle moments."""
+    lines = [
+        "| requests | server / model / engine process, MB | threads | descriptors | /dev/shm, MB "
+        "| sessions, holds, blocks |",
+        "|--:|--:|--:|--:|--:|--:|",
+    ]
+    samples = result["samples"]
+    for s in samples[:: max(1, len(samples) // _SOAK_ROWS)]:
+        sizes = [s[f"{name}_rss"] / _MB for name in ("server", "stub", "engine")]
+        lines.append(
+            f"| {s['num_requests']:,} | {' / '.join(f'{size:.1f}' for size in sizes)} "
+            f"| {s['stub_threads']} + {s['engine_threads']} | {s['stub_fds']} + {s['engine_fds']} "
+            f"| {s['shm_bytes'] / _MB:.1f} "
+            f"| {s['num_active']:.0f}, {s['num_held']:.0f}, {s['num_used_blocks']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
 def _causes(causes: Mapping[str, int]) -> str:
     return ", ".join(f"{cause} {num}" for cause, num in causes.items() if num) or "none"
 
@@ -153,6 +176,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "demo": _of_results("demo", markdown_table),
     "demo_runs": _of_results("demo", runs_table),
     "burst_pa": _of_results("burst_pa", markdown_table),
+    "soak": _of_results("soak", soak_table),
     "lease": _of_results("lease", lease_table),
     "parameters": lambda results: parameter_table(),
     "unpausable": lambda results: unpausable_table(),
