@@ -69,3 +69,21 @@ def test_policies_come_from_the_configuration() -> None:
     assert policy == TokenflowPolicy(conservativeness=2.0, slack_margin_s=0.7, min_quantum_s=0.9)
     fcfs = dataclasses.replace(config, scheduling_policy="fcfs-reserve")
     assert policy_from_config(fcfs) == FcfsReservePolicy()
+
+
+@pytest.mark.parametrize(
+    ("policy", "chunks", "asked", "got"),
+    [
+        ("tokenflow", True, "auto", "MAX_UTILIZATION"),
+        ("tokenflow", False, "auto", "GUARANTEED_NO_EVICT"),
+        ("fcfs-reserve", True, "auto", "GUARANTEED_NO_EVICT"),
+        ("tokenflow", True, "guaranteed_no_evict", "GUARANTEED_NO_EVICT"),
+        ("fcfs-reserve", True, "max_utilization", "MAX_UTILIZATION"),
+    ],
+)
+def test_how_the_engine_takes_blocks(policy: str, chunks: bool, asked: str, got: str) -> None:
+    config = ServingConfig(
+        scheduling_policy=policy, enable_chunked_context=chunks, batch_scheduler_policy=asked
+    )
+    scheduler = config.executor_config().scheduler_config
+    assert scheduler.capacity_scheduler_policy.name == got
