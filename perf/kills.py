@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from perf.harness import serving
-from perf.kill_plan import Kill, KillPlan, describe
-from perf.kill_run import KillReport, run_kills
-from perf.known_prompts import CountingPrompts, recorded_prompts, scripted_kill_config
+from perf.long_runs.kill_plan import Kill, KillPlan, describe
+from perf.long_runs.kill_run import KillReport, run_kills
+from perf.long_runs.known_prompts import CountingPrompts, recorded_prompts, scripted_kill_config
 from tokenflow.config import ServingConfig
 
 

@@ -1,7 +1,7 @@
 """Leases against cancels: what a pause costs, by how a request is enqueued.
 
-`python -m perf.lease [--json]`. The same workloads in virtual time (perf/virtual_time.py: the real
-planner, coordinator, batcher and KV bookkeeping; deterministic) under
+`python -m perf.lease [--json]`. The same workloads in virtual time (perf/virtual: the real planner,
+coordinator, batcher and KV bookkeeping; deterministic) under
 
 - *cancel*: a request is enqueued with all it asks for, and a pause cancels it. Once where the
   engine reserves the full length (GUARANTEED_NO_EVICT), once where it takes blocks as they are
@@ -27,9 +27,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from perf.virtual_time import Simulation
-from perf.virtual_values import SimEngine, SimRequest, SimStep
-from perf.virtual_workloads import demo, long_outputs
+from perf.virtual.simulation import Simulation
+from perf.virtual.values import SimEngine, SimRequest, SimStep
+from perf.virtual.workloads import demo, long_outputs
 from tokenflow.metrics import (
     percentile,
     raw_throughput,

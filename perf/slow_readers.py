@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from perf.harness import serving
-from perf.heard import Heard, Question
-from perf.known_answers import NUM_NUMBERS, counting_text, write_number_tokenizer
-from perf.server_processes import gauges_of, read_metrics
-from perf.streams import ask_http
+from perf.long_runs.heard import Heard, Question
+from perf.long_runs.known_answers import NUM_NUMBERS, counting_text, write_number_tokenizer
+from perf.long_runs.server_processes import gauges_of, read_metrics
+from perf.long_runs.streams import ask_http
 from tokenflow.config import ServingConfig
 from triton_backend.launcher import TritonServer
 

@@ -31,8 +31,8 @@ from typing import Any
 from tqdm import tqdm
 
 from perf.harness import serving
-from perf.known_answers import write_number_tokenizer
-from perf.server_processes import (
+from perf.long_runs.known_answers import write_number_tokenizer
+from perf.long_runs.server_processes import (
     ENGINE,
     STUB,
     find_process,
@@ -44,7 +44,7 @@ from perf.server_processes import (
     shm_files,
     wait_empty,
 )
-from perf.soak_load import Kind, Load
+from perf.long_runs.soak_load import Kind, Load
 from tokenflow.config import ServingConfig
 from triton_backend.launcher import TritonServer
 
@@ -280,9 +280,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=SoakPlan.seed)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of soak.json")
     options = parser.parse_args(arguments)
-    plan = SoakPlan(
-        num_requests=options.requests, num_rounds=max(3, options.rounds), seed=options.seed
-    )
+    if options.rounds < 3:
+        parser.error("--rounds must be at least 3")
+    plan = SoakPlan(num_requests=options.requests, num_rounds=options.rounds, seed=options.seed)
     with tempfile.TemporaryDirectory(prefix="tokenflow-soak-") as name:
         folder = Path(name)
         bar = tqdm(total=plan.num_requests, unit=" requests", file=sys.stderr, mininterval=5.0)

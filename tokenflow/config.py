@@ -111,7 +111,10 @@ class ServingConfig:
         1800.0, "longest time from the start of an engine to its readiness", low=1, high=86_400
     )
     max_engine_restarts: int = _field(
-        8, "engine losses within engine_restart_window_s before serving ends", low=0, high=1000
+        8,
+        "engine losses within engine_restart_window_s that are made good; one more ends serving",
+        low=0,
+        high=1000,
     )
     engine_restart_window_s: float = _field(
         300.0, "time over which engine losses are counted", low=1, high=86_400

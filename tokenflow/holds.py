@@ -56,6 +56,7 @@ class Holds:
 
     def expire(self, now: float) -> None:
         """End holds that lasted too long."""
+        self._drop_answered()
         for session in list(self._held.values()):
             if session.held_until is not None and session.held_until <= now:
                 self.release(session, now)

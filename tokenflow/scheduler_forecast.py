@@ -25,7 +25,7 @@ class Load:
     output limit: measuring it now would admit on contexts that are still short. Less the time that
     recomputing takes, once the KV of the set outgrows the pool. A set that started together also
     grows old together, so Γ is never taken higher than what it can decode at full length without
-    that margin.
+    that margin. Streams that their clients hold paused count too: they may come back at any moment.
 
     Σ R <= ρ·Γ is enough (TokenFlow, section 4.3). Beyond it a set can still be carried if what its
     readers have unread bridges the time until enough of it has ended: the tokens due by any

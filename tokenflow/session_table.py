@@ -48,6 +48,7 @@ class SessionTable:
         self._by_slot: dict[int, Session] = {}
         self._by_executor_id: dict[int, Session] = {}
         self._waiting: dict[int, Session] = {}
+        self._is_waiting_in_order = True
         self._num_filled_blocks = 0
         self._counts = dict.fromkeys(SessionState, 0)
 
@@ -165,8 +166,9 @@ class SessionTable:
         self._rows.set_int("held", session.slot, until is not None)
 
     def lost_with_engine(self, session: Session) -> None:
-        """The engine that held the session is gone."""
+        """The engine that held the session is gone; its next start is an interruption."""
         session.num_losses += 1
+        session.renews_lease = False
 
     def unpausable_reason(self, request: GenerateRequest) -> str | None:
         """Why the request can never be paused, or None."""
@@ -203,6 +205,9 @@ class SessionTable:
 
     def waiting_since_before(self, time: float) -> list[Session]:
         """The WAITING sessions that arrived before `time`, in order of arrival."""
+        if not self._is_waiting_in_order:
+            self._waiting = dict(sorted(self._waiting.items()))
+            self._is_waiting_in_order = True
         old: list[Session] = []
         for session in self._waiting.values():
             if session.request.arrival_time >= time:
@@ -234,9 +239,9 @@ class SessionTable:
         return self.unpausable_reason(request) is None
 
     def _wait_again(self, session: Session) -> None:
-        """Back among those that wait, which are kept in order of arrival."""
+        """Back among those that wait. Put in order when somebody asks: a loss brings back many."""
         self._waiting[session.handle] = session
-        self._waiting = dict(sorted(self._waiting.items()))
+        self._is_waiting_in_order = False
 
     def _lease_end(self, session: Session) -> int | None:
         num_generated = len(session.output_token_ids)

@@ -43,7 +43,7 @@ _COUNTERS = (
      {"": "num_lease_ends"}),
     ("tokenflow_engine_losses_total", "Engines that ended or stood still while serving", None,
      {"": "num_engine_losses"}),
-    ("tokenflow_recovered_requests_total", "Started requests that went on after an engine loss",
+    ("tokenflow_recovered_requests_total", "Requests that a lost engine held and that went on",
      None, {"": "num_recovered"}),
     ("tokenflow_output_tokens_total", "Generated tokens", None, {"": "num_output_tokens"}),
 )  # fmt: skip

@@ -28,11 +28,9 @@ from tokenflow.trace import JsonLinesTracer
 from triton_backend.metrics_export import MetricsExporter
 from triton_backend.senders import Sender
 from triton_backend.service import TextService, load_tokenizer
-from triton_backend.stream import ErrorCode
 from triton_backend.triton_io import TritonChannel, metric_kinds, read_request
 from triton_backend.warden import start_warden
 from triton_backend.watchdog import ServerWatchdog
-from triton_backend.work import Refused
 
 logger = logging.getLogger("tokenflow")
 
@@ -60,11 +58,10 @@ class TritonPythonModel:
             try:
                 raw = read_request(request)
             except InvalidRequestError as error:
-                self._sender.post(Refused(channel, str(error), ErrorCode.INVALID_ARG))
+                self._service.refuse(channel, str(error))
             except Exception:
                 logger.exception("a request could not be read")
-                message = "the request could not be read"
-                self._sender.post(Refused(channel, message, ErrorCode.INVALID_ARG))
+                self._service.refuse(channel, "the request could not be read")
             else:
                 self._service.accept(
                     raw.request_id, raw.tensors, raw.parameters, raw.requested_outputs, channel
@@ -104,7 +101,7 @@ class TritonPythonModel:
             clock=clock,
         )
         try:
-            self._sender = Sender(
+            sender = Sender(
                 clock,
                 poll_period_s=config.cancellation_check_period_ms / 1000,
                 tick_period_s=config.stats_check_period_ms / 1000,
@@ -112,7 +109,7 @@ class TritonPythonModel:
             runtime = Runtime(
                 self._engine.executor,
                 config,
-                emit=self._sender.post,
+                emit=sender.post,
                 tracer=self._tracer,
                 keeper=self._engine,
             )
@@ -120,7 +117,7 @@ class TritonPythonModel:
             labels = {"model": args["model_name"], "version": args["model_version"]}
             exporter = MetricsExporter(metric_kinds(), runtime, labels)
             self._service = TextService(
-                config, tokenizer, runtime, self._sender, clock, lambda: secrets.randbits(64)
+                config, tokenizer, runtime, sender, clock, lambda: secrets.randbits(64)
             )
             self._watchdog = ServerWatchdog(self._engine.shutdown)
             self._watchdog.start()

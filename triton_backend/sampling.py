@@ -5,9 +5,9 @@ engine model has, of that: min_p, no_repeat_ngram_size, prompt_ignore_length, ru
 value that means "off" leaves the field unset, so that nothing above the engine takes the request
 for one that uses it (a top_p that decays cannot be paused, one that decays by 1 can).
 
-Greedy when top_k and top_p are unset, top_k is 0 or 1, or temperature is 0. min_p, top_p and the
-runtime_top_p_* inputs then have nothing to narrow; penalties, bad words, n-grams and biases act all
-the same.
+Greedy when top_k (0 is unset) and top_p are unset, top_k is 1, or temperature is 0. min_p, top_p
+and the runtime_top_p_* inputs then have nothing to narrow; penalties, bad words, n-grams and biases
+act all the same.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def read_sampling(
     temperature = fields.number("temperature", 0.0, 1e6)
     min_p = _unless(0.0, fields.number("min_p", 0.0, 1.0))
     if temperature == 0.0:
-        temperature, top_k, top_p, min_p = None, 1, None, None
-        decay, top_p_min, reset_id = None, None, None
+        temperature, top_k = None, 1
+    if top_k == 1:  # greedy; a temperature still weighs presence and frequency penalties
+        top_p, min_p, decay, top_p_min, reset_id = None, None, None, None, None
     penalty = fields.number("repetition_penalty", 0.0, _MAX_PENALTY, above_low=True)
     return SamplingConfig(
         top_k=top_k,

@@ -90,6 +90,11 @@ class TextService:
             logger.exception("request %r could not be read", request_id)
             self._sender.post(Refused(channel, "internal error", ErrorCode.INTERNAL))
 
+    def refuse(self, channel: Channel, message: str) -> None:
+        """Answer a request that could not be taken apart; it counts like any that is invalid."""
+        self._runtime.count_invalid()
+        self._sender.post(Refused(channel, message, ErrorCode.INVALID_ARG))
+
     def shutdown(self, timeout_s: float) -> None:
         """End every request with an error and FINAL, then the threads, within about timeout_s."""
         self._runtime.shutdown(timeout_s / 2)
@@ -120,7 +125,7 @@ class TextService:
             )
             stream = TextStream(request, self._tokenizer)
             outputs = select_outputs(requested_outputs, request)
-        except InvalidRequestError:
+        except Exception:
             self._runtime.count_invalid()
             raise
         handle = self._runtime.submit(request.generate)

@@ -109,6 +109,21 @@ def test_a_hold_ends_by_itself() -> None:
     assert 3.0 < h.now - held_time < 5.0
 
 
+def test_a_hold_that_outlasts_its_stream_ends_nobody_elses() -> None:
+    """The row of a stream that ended is the next one's."""
+    h = Harness(replace(CONFIG, max_hold_s=3.0))
+    handle = h.submit(PROMPT, 10)
+    run_until(h, handle, 2)
+    h.coordinator.hold(handle, h.now)
+    h.step()
+    h.now += 3.1
+    h.coordinator.cancel(handle, h.now)
+    h.plan()
+    assert [e["request_id"] for e in h.tracer.named("release")] == []
+    h.run_to_empty()
+    h.expect_nothing_left()
+
+
 @pytest.mark.parametrize("end", ["cancel", "shutdown", "timeout"])
 def test_a_held_stream_ends_at_once(end: str) -> None:
     h = Harness()

@@ -172,3 +172,17 @@ def test_a_renewal_does_not_start_the_quantum_anew() -> None:
         if h.state(handle) is S.RUNNING:
             starts.add(float(columns.running_since_time[0]))
     assert len(starts) == 1
+
+
+def test_a_loss_while_a_lease_is_renewed_is_an_interruption() -> None:
+    h = leased()
+    handle = h.submit(PROMPT, 20)
+    while h.state(handle) is not S.RESUMING:
+        h.step()
+        h.plan()
+    h.lose_engine()
+    h.now += 3.0
+    h.start_engine()
+    h.step()
+    assert h.state(handle) is S.RUNNING
+    assert h.coordinator.table.columns(h.now).running_since_time[0] == pytest.approx(h.now)

@@ -16,9 +16,9 @@ import numpy as np
 import tritonclient.grpc as triton_grpc
 import tritonclient.utils as triton_numpy
 
-from perf.server_processes import descendants as descendants
-from perf.server_processes import is_alive as is_alive
-from perf.server_processes import shm_files as shm_files
+from perf.long_runs.server_processes import descendants as descendants
+from perf.long_runs.server_processes import is_alive as is_alive
+from perf.long_runs.server_processes import shm_files as shm_files
 from triton_backend.launcher import TritonServer
 
 MODEL = "ensemble"

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from perf.kill_plan import SHORT_MOMENTS, KillPlan, Moment, Outcome
-from perf.kill_run import run_kills
 from perf.kills import format_report
-from perf.known_prompts import CountingPrompts, scripted_kill_config
-from perf.server_processes import ENGINE, find_process, find_processes
+from perf.long_runs.kill_plan import SHORT_MOMENTS, KillPlan, Moment, Outcome
+from perf.long_runs.kill_run import run_kills
+from perf.long_runs.known_prompts import CountingPrompts, scripted_kill_config
+from perf.long_runs.server_processes import ENGINE, find_process, find_processes
 from tests.e2e.clients import (
     GrpcStream,
     descendants,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from perf import lease
-from perf.virtual_values import SimEngine, SimRequest, SimStep
+from perf.virtual.values import SimEngine, SimRequest, SimStep
 
 
 def tiny() -> lease.Case:

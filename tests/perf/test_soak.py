@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from perf.heard import Heard, Question
-from perf.kill_plan import (
+from perf.long_runs.heard import Heard, Question
+from perf.long_runs.kill_plan import (
     FULL_MOMENTS,
     KillPlan,
     Moment,
@@ -20,16 +20,16 @@ from perf.kill_plan import (
     read_kills,
     stalls_s,
 )
-from perf.known_answers import (
+from perf.long_runs.known_answers import (
     NUM_NUMBERS,
     counting_log_probs,
     counting_prompt,
     counting_text,
     write_number_tokenizer,
 )
-from perf.known_prompts import CountingPrompts
-from perf.soak import Limits, Sample, find_growth
-from perf.soak_load import Errand, Kind
+from perf.long_runs.known_prompts import CountingPrompts
+from perf.long_runs.soak_load import Errand, Kind
+from perf.soak import Limits, Sample, find_growth, main
 from tokenflow.inflight.scripts import counting, expected
 from triton_backend.text import TextTokenizer
 
@@ -193,6 +193,11 @@ def samples_of(**series: list[int]) -> list[Sample]:
     flat["num_requests"] = [1000 * (index + 1) for index in range(9)]
     flat |= series
     return [Sample(**{name: flat[name][index] for name in names}) for index in range(9)]
+
+
+def test_a_run_of_too_few_rounds_to_compare_is_refused() -> None:
+    with pytest.raises(SystemExit):
+        main(["--rounds", "2"])
 
 
 def test_growth_is_seen_and_warming_up_is_not() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from perf.virtual_time import Simulation
-from perf.virtual_values import SimEngine
-from perf.virtual_workloads import demo, machines, sustained
+from perf.virtual.simulation import Simulation
+from perf.virtual.values import SimEngine
+from perf.virtual.workloads import demo, machines, sustained
 from tests.scheduler.build import BOOLS, FLOATS
 from tokenflow.executor.api import CapacitySchedulerPolicy
 from tokenflow.policies import TokenflowPolicy

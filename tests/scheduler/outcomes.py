@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from perf.virtual_time import Simulation
-from perf.virtual_values import SimEngine, SimRequest, SimResult, SimStep
+from perf.virtual.simulation import Simulation
+from perf.virtual.values import SimEngine, SimRequest, SimResult, SimStep
 from tests.support.tracer import ListTracer
 from tokenflow.metrics import percentile, raw_throughput, stalls, ttft_s
 from tokenflow.policies import Policy, TokenflowPolicy

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from perf.virtual_values import SimEngine, SimRequest
-from perf.virtual_workloads import demo, machines, sustained
+from perf.virtual.values import SimEngine, SimRequest
+from perf.virtual.workloads import demo, machines, sustained
 from tests.scheduler.build import MAX_UTIL as MAX_UTIL_POLICY
 from tests.scheduler.build import running, snapshot, waiting
 from tests.scheduler.outcomes import MAX_UTIL, NO_EVICT, Outcome, all_served, worst_stall_s

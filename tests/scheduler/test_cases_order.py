@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from perf.virtual_values import SimEngine, SimRequest
+from perf.virtual.values import SimEngine, SimRequest
 from tests.scheduler.build import paused, running, snapshot, waiting
 from tests.scheduler.outcomes import MAX_UTIL, NO_EVICT, Outcome, all_served, worst_stall_s
 from tokenflow.policies import TokenflowPolicy

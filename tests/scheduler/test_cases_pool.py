@@ -7,7 +7,7 @@ import functools
 
 import pytest
 
-from perf.virtual_values import SimEngine, SimRequest, SimResult
+from perf.virtual.values import SimEngine, SimRequest, SimResult
 from tests.core.harness import CONFIG, Harness
 from tests.scheduler.outcomes import (
     MAX_UTIL,

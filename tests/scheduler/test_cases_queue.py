@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from perf.virtual_values import SimEngine, SimRequest
+from perf.virtual.values import SimEngine, SimRequest
 from tests.core.harness import CONFIG, ChosenPlanner, Harness
 from tests.scheduler.outcomes import Outcome, all_served, worst_stall_s
 from tokenflow.policies import FcfsReservePolicy, Policy, TokenflowPolicy

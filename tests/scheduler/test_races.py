@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from perf.virtual_values import SimEngine, SimRequest
+from perf.virtual.values import SimEngine, SimRequest
 from tests.scheduler.outcomes import Outcome
 from tokenflow.metrics import CLIENT_VISIBLE_STALL_S, stalls
 from tokenflow.policies import TokenflowPolicy

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from perf.virtual_time import Simulation
-from perf.virtual_values import SimEngine, SimRequest, SimResult
-from perf.virtual_workloads import demo, machines, sustained
+from perf.virtual.simulation import Simulation
+from perf.virtual.values import SimEngine, SimRequest, SimResult
+from perf.virtual.workloads import demo, machines, sustained
 from tests.scheduler.outcomes import MAX_UTIL, throughput_ratio, ttft, worst_stall_s
 from tokenflow.metrics import percentile, stalls, ttft_s
 from tokenflow.policies import FcfsReservePolicy, Policy, TokenflowPolicy

@@ -11,6 +11,7 @@ import pytest
 from tests.triton.parsing import parse, uint64
 from tokenflow.errors import InvalidRequestError
 from tokenflow.executor.api import SamplingConfig
+from tokenflow.preemption import unpausable_reason
 
 EVERYTHING: dict[str, Any] = {
     "top_k": 5,
@@ -81,6 +82,16 @@ def test_greedy_by_temperature_leaves_nothing_to_narrow_but_penalties_act() -> N
         top_p_decay=None, top_p_min=None, top_p_reset_ids=None,
     )  # fmt: skip
     assert config == greedy
+
+
+def test_greedy_by_top_k_leaves_nothing_to_narrow_and_can_be_paused() -> None:
+    request = parse(**{**EVERYTHING, "top_k": 1}).generate
+    greedy = msgspec.structs.replace(
+        sampling(**EVERYTHING), top_k=1, top_p=None, min_p=None,
+        top_p_decay=None, top_p_min=None, top_p_reset_ids=None,
+    )  # fmt: skip
+    assert request.sampling_config == greedy
+    assert unpausable_reason(request, max_seq_len=64, max_input_len=63) is None
 
 
 def test_a_decay_needs_something_to_lower() -> None:

@@ -218,8 +218,8 @@ def test_metrics_follow_the_runtime() -> None:
         num_free_blocks=4, healthy=False,
         counters=Counters(
             num_ok=5, num_failed=4, num_cancelled=3, num_timed_out=2, num_pauses=6,
-            num_forced_pauses=1, num_resumes_from_cache=5, num_resumes_recomputed=2, num_lease_ends=7,
-            num_engine_losses=1, num_recovered=3,
+            num_forced_pauses=1, num_resumes_from_cache=5, num_resumes_recomputed=2,
+            num_lease_ends=7, num_engine_losses=1, num_recovered=3,
         ),
     )  # fmt: skip
     source.ttft_s = [0.2, 0.4]

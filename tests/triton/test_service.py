@@ -62,6 +62,18 @@ def test_service_turns_errors_into_answers(error: Exception, code: ErrorCode, me
     assert channel.num_finals == 1
 
 
+def test_a_request_that_cannot_be_taken_apart_is_answered_and_counted() -> None:
+    service, bench = make_service()
+    unread, broken = FakeChannel(), FakeChannel()
+    service.refuse(unread, "parameters: cannot be read")
+    service.accept("q", {"text_input": None}, {}, OUTPUT_NAMES, broken)  # type: ignore[dict-item]
+    bench.turn()
+    assert unread.errors == [("parameters: cannot be read", ErrorCode.INVALID_ARG)]
+    assert broken.errors == [("internal error", ErrorCode.INTERNAL)]
+    assert unread.num_finals == broken.num_finals == 1
+    assert bench.runtime.num_invalid == 2
+
+
 def test_service_refuses_bad_input_and_answers_control() -> None:
     service, bench = make_service()
     bad, stop = FakeChannel(), FakeChannel()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from perf.heard import Heard
+from perf.long_runs.heard import Heard
 from tokenflow import metrics
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
-from perf.heard import Heard, Question
+from perf.long_runs.heard import Heard, Question
 
 MODEL_NAME = "ensemble"
 _SCALARS = {"INT32": "<i", "FP32": "<f", "BOOL": "<?", "UINT64": "<Q"}
@@ -97,7 +97,7 @@ class GrpcLine:
             heard.fail(message, now)
         for waiting in self._told.values():
             for future in waiting:
-                future.set_result(message)
+                _resolve(future, message)
         self._heard.clear()
         self._told.clear()
 
@@ -105,7 +105,7 @@ class GrpcLine:
         request_id = response.infer_response.id
         waiting = self._told.get(request_id)
         if waiting:
-            waiting.pop(0).set_result(response.error_message or None)
+            _resolve(waiting.pop(0), response.error_message or None)
             if not waiting:
                 del self._told[request_id]
             return
@@ -121,6 +121,12 @@ class GrpcLine:
             heard.take(read_outputs(response.infer_response), now, final=final)
         if heard.num_ends:
             del self._heard[request_id]
+
+
+def _resolve(future: asyncio.Future[str | None], error: str | None) -> None:
+    """Whoever asked may have given up waiting."""
+    if not future.done():
+        future.set_result(error)
 
 
 async def _at_once() -> None:

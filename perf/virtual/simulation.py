@@ -1,7 +1,7 @@
 """The product in virtual time: coordinator, batcher, KV cache and reuse are the real ones.
 
 Owns what stands in for a machine: the order of events and the instants at which they happen; how
-long a step takes is the engine's (virtual_values.py). As under the runtime and the engine's thread,
+long a step takes is the engine's (values.py). As under the runtime and the engine's thread,
 an event (arrival, cancel, response, plan timer) that falls into a step is handled at its own
 instant, all events of an instant come before the plan they call for, and commands act at the step's
 next boundary. Responses arrive a little after the step that made them, so the next step has begun
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from perf.virtual_values import SimEngine, SimRequest, SimResult, SimSeq, SimStep
+from perf.virtual.values import SimEngine, SimRequest, SimResult, SimSeq, SimStep
 from tokenflow.coordinator import Coordinator, Planner
 from tokenflow.executor.api import ExecutorConfig, Request, SamplingConfig
 from tokenflow.inflight.stepped import SteppedExecutor

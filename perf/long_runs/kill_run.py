@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from perf.heard import Heard, Question
-from perf.kill_plan import (
+from perf.long_runs.heard import Heard, Question
+from perf.long_runs.kill_plan import (
     Kill,
     KillPlan,
     Moment,
@@ -30,7 +30,7 @@ from perf.kill_plan import (
     read_kills,
     stalls_s,
 )
-from perf.server_processes import (
+from perf.long_runs.server_processes import (
     ENGINE,
     MeasurementError,
     find_processes,
@@ -38,7 +38,7 @@ from perf.server_processes import (
     read_metrics,
     wait_empty,
 )
-from perf.streams import GrpcLine, ask_http
+from perf.long_runs.streams import GrpcLine, ask_http
 from triton_backend.launcher import TritonServer
 
 READ_RATES = (4.0, 8.0, 15.0, 30.0, 60.0)

@@ -12,7 +12,7 @@ from pathlib import Path
 NUM_NUMBERS = 4096
 """Numbers of the vocabulary; counting goes on with 0 after the last."""
 
-_HIDDEN_DIGITS = 64
+_PROMPT_STRIDE = 64
 
 
 def write_number_tokenizer(folder: Path) -> Path:
@@ -30,7 +30,7 @@ def write_number_tokenizer(folder: Path) -> Path:
 def counting_prompt(last: int, num_tokens: int) -> str:
     """A prompt of `num_tokens` numbers that ends with `last`. Prompts with another end share no
     prefix with it."""
-    numbers = [(last + 1 + index * _HIDDEN_DIGITS) % NUM_NUMBERS for index in range(num_tokens - 1)]
+    numbers = [(last + 1 + index * _PROMPT_STRIDE) % NUM_NUMBERS for index in range(num_tokens - 1)]
     return " ".join(map(str, [*numbers, last]))
 
 

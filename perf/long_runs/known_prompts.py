@@ -12,11 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perf.heard import Question
-from perf.kill_plan import Prompt
-from perf.known_answers import NUM_NUMBERS, counting_prompt, counting_text, write_number_tokenizer
+from perf.long_runs.heard import Question
+from perf.long_runs.kill_plan import Prompt
+from perf.long_runs.known_answers import (
+    NUM_NUMBERS,
+    counting_prompt,
+    counting_text,
+    write_number_tokenizer,
+)
+from perf.long_runs.streams import GrpcLine
 from perf.prompts import QUESTIONS, READER_OPENINGS
-from perf.streams import GrpcLine
 from tokenflow.config import ServingConfig
 from triton_backend.launcher import TritonServer
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from perf.virtual_values import SimRequest
+from perf.virtual.values import SimRequest
 
 
 def demo(*, num_newcomers: int = 16, rate: float = 4.0, seed: int = 1) -> list[SimRequest]:

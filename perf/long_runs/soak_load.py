@@ -18,9 +18,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from perf.heard import Heard, Question
-from perf.known_answers import NUM_NUMBERS, counting_log_probs, counting_prompt, counting_text
-from perf.streams import GrpcLine, ask_http
+from perf.long_runs.heard import Heard, Question
+from perf.long_runs.known_answers import (
+    NUM_NUMBERS,
+    counting_log_probs,
+    counting_prompt,
+    counting_text,
+)
+from perf.long_runs.streams import GrpcLine, ask_http
 
 READ_RATES = (2.0, 5.0, 10.0, 40.0)
 NUM_LINES = 4

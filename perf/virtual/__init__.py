@@ -1,0 +1,1 @@
+"""The product in virtual time: what a run is given, the run, what comes of it."""
