@@ -98,7 +98,7 @@ class ServingConfig:
         60.0, "longest wait for a start before 'overloaded'", low=0.01, high=86_400
     )
     max_hold_s: float = _field(
-        600.0, "longest time that a client may hold its stream paused", low=0.01, high=86_400
+        600.0, "longest time in all that a client may hold a stream paused", low=0.01, high=86_400
     )
     # engine loss
     engine_stall_timeout_s: float = _field(

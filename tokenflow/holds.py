@@ -2,7 +2,8 @@
 
 Owns the holds. A held stream is paused as soon as it may be (after its first token; slack and
 quantum do not matter, its client asked for it) and is not started again before the hold ends: by
-the client, or by itself after `max_hold_s`. It keeps its place and its tokens meanwhile.
+the client, or by itself once all holds of the stream together have lasted `max_hold_s`. It keeps
+its place and its tokens meanwhile.
 """
 
 from __future__ import annotations
@@ -27,14 +28,17 @@ class Holds:
         self._held: dict[int, Session] = {}
 
     def __len__(self) -> int:
-        self._drop_answered()
-        return len(self._held)
+        return sum(not session.answered for session in self._held.values())
 
     def hold(self, session: Session, now: float) -> None:
-        """Begin; nothing happens to a stream that is held, or of a kind that is never paused."""
-        if session.held_until is not None or self._table.unpausable_reason(session.request):
+        """Begin; nothing happens to a stream that is held, that has used up its time, or of a kind
+        that is never paused."""
+        left_s = self._max_hold_s - session.held_s
+        if session.held_until is not None or left_s <= 0:
             return
-        self._table.hold(session, now + self._max_hold_s, now)
+        if self._table.unpausable_reason(session.request) is not None:
+            return
+        self._table.hold(session, now + left_s, now)
         self._held[session.handle] = session
         self._answers.trace("hold", session, now)
         self.pause_running(now)

@@ -1,10 +1,10 @@
 """The loop: inbox -> coordinator -> plan -> apply -> emit.
 
-Owns two threads. The runtime thread owns all sessions and decisions; every other thread only posts
-to its inbox. The awaiter thread blocks in the executor's `await_responses` and only posts; when the
-engine is lost it is the one that waits for the next. No lock is held across a call to the executor
-or to `emit`. `emit` runs in the runtime thread and must not block. Neither thread ever ends by an
-exception: a failure ends every session with an error and the runtime refuses what comes after.
+Owns the runtime thread, which owns all sessions and decisions; every other thread only posts to
+its inbox, the awaiter's (awaiter.py) with what the engine says. No lock is held across a call to
+the executor or to `emit`. `emit` runs in the runtime thread and must not block. The thread never
+ends by an exception: a failure ends every session with an error and the runtime refuses what comes
+after.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import dataclasses
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 from tokenflow.answers import Counters
+from tokenflow.awaiter import Awaiter
 from tokenflow.clock import Clock, MonotonicClock
 from tokenflow.config import ServingConfig
 from tokenflow.coordinator import Coordinator, Planner
@@ -32,9 +33,7 @@ from tokenflow.types import GenerateRequest, SessionState, TokenEvent
 
 logger = logging.getLogger("tokenflow")
 
-_AWAIT_TIMEOUT = timedelta(milliseconds=250)
 _IDLE_WAIT_S = 0.5
-_STOP_POLL_S = 0.05
 
 _S = SessionState
 _RUNNING_STATES = (_S.PREFILLING, _S.RUNNING, _S.RESUMING, _S.CANCELLING)
@@ -46,7 +45,7 @@ class RuntimeGauges:
 
     num_waiting counts those in the engine's own queue too; num_running those being cancelled;
     num_held is a part of the others.
-    healthy: an engine serves; unhealthy_reason: why none does.
+    healthy: an engine serves.
     """
 
     num_waiting: int = 0
@@ -56,7 +55,6 @@ class RuntimeGauges:
     num_total_blocks: int = 0
     num_free_blocks: int = 0
     healthy: bool = True
-    unhealthy_reason: str | None = None
     counters: Counters = field(default_factory=Counters)
 
 
@@ -86,7 +84,6 @@ class Runtime:
         self._keeper = keeper
         self._stall_timeout_s = config.engine_stall_timeout_s
         self._engine_is_killed = False
-        self._loss: str | None = None
         self._clock = clock or MonotonicClock()
         self._coordinator = Coordinator(
             executor, config, planner or (lambda snapshot: plan(snapshot, policy)), emit, tracer
@@ -101,9 +98,7 @@ class Runtime:
             num_free_blocks=self._coordinator.num_free_blocks,
         )
         self._loop = threading.Thread(target=self._run, name="tokenflow-runtime", daemon=True)
-        self._awaiter = threading.Thread(
-            target=self._await_loop, name="tokenflow-awaiter", daemon=True
-        )
+        self._awaiter = Awaiter(executor, keeper, self, self._stopping)
 
     def start(self) -> None:
         """Start the threads; once."""
@@ -166,9 +161,10 @@ class Runtime:
         if not self._stopping.is_set():
             self._stopping.set()
             self._inbox.put((self._on_shutdown, ()))
-        for thread in (self._loop, self._awaiter):
-            if thread.ident is not None:
-                thread.join(timeout_s)
+        until = time.monotonic() + timeout_s
+        if self._loop.ident is not None:
+            self._loop.join(timeout_s)
+        self._awaiter.join(max(0.0, until - time.monotonic()))
 
     # -- runtime thread ------------------------------------------------------------------------
 
@@ -257,7 +253,6 @@ class Runtime:
         if self._stopping.is_set():
             return
         logger.error("engine lost: %s", message)
-        self._loss = message
         if self._keeper is None:
             self._fail(f"the engine is not running: {message}")
         elif self._failure is None:
@@ -266,7 +261,6 @@ class Runtime:
     def _on_engine_started(self, executor: Executor) -> None:
         self._executor = executor
         self._engine_is_killed = False
-        self._loss = None
         if self._failure is None:
             logger.info("the engine was started again")
             self._coordinator.on_engine_started(executor, self._clock.now())
@@ -298,56 +292,25 @@ class Runtime:
             num_total_blocks=coordinator.num_total_blocks,
             num_held=coordinator.num_held,
             num_free_blocks=coordinator.num_free_blocks,
-            healthy=self._failure is None and self._loss is None,
-            unhealthy_reason=self._failure or self._loss,
+            healthy=self._failure is None and coordinator.engine_is_up,
             counters=dataclasses.replace(coordinator.counters),
         )
 
-    # -- awaiter thread ------------------------------------------------------------------------
+    # -- called by the awaiter's thread (awaiter.EngineListener) --------------------------------
 
-    def _await_loop(self) -> None:
-        executor = self._executor
-        while not self._stopping.is_set():
-            message = self._await_end(executor)
-            if message is None:
-                return
-            if not self._tell_engine_lost(message) or self._keeper is None:
-                return
-            try:
-                started = self._keeper.restart(message, self._stopping)
-            except Exception as error:
-                self._inbox.put((self._on_engine_given_up, (str(error),)))
-                return
-            if started is None:
-                return
-            executor = started
-            self._inbox.put((self._on_engine_started, (executor,)))
+    def post_responses(self, responses: list[Response]) -> None:
+        """See EngineListener."""
+        self._inbox.put((self._on_responses, (responses, self._clock.now())))
 
-    def _tell_engine_lost(self, message: str) -> bool:
-        """Post the loss and wait until the runtime thread knows of it: it must not call an engine
-        that its keeper has released. False when this runtime stops."""
-        known = threading.Event()
+    def post_loss(self, message: str, known: Callable[[], None]) -> None:
+        """See EngineListener."""
         self._inbox.put((self._on_engine_lost, (message,)))
-        self._inbox.put((known.set, ()))
-        while not known.wait(_STOP_POLL_S):
-            if self._stopping.is_set():
-                return False
-        return True
+        self._inbox.put((known, ()))
 
-    def _await_end(self, executor: Executor) -> str | None:
-        """Post what the engine says until it ends: how it did, or None when this runtime stops."""
-        closed_before = False
-        while not self._stopping.is_set():
-            try:
-                responses = executor.await_responses(_AWAIT_TIMEOUT)
-            except Exception as error:
-                return str(error)
-            if responses:
-                self._inbox.put((self._on_responses, (responses, self._clock.now())))
-                closed_before = False
-            elif not executor.can_enqueue_requests():
-                # An engine that has just gone says why at the next call.
-                if closed_before:
-                    return "it stopped taking requests"
-                closed_before = True
-        return None
+    def post_start(self, executor: Executor) -> None:
+        """See EngineListener."""
+        self._inbox.put((self._on_engine_started, (executor,)))
+
+    def post_end(self, message: str) -> None:
+        """See EngineListener."""
+        self._inbox.put((self._on_engine_given_up, (message,)))

@@ -25,7 +25,8 @@ class Load:
     output limit: measuring it now would admit on contexts that are still short. Less the time that
     recomputing takes, once the KV of the set outgrows the pool. A set that started together also
     grows old together, so Γ is never taken higher than what it can decode at full length without
-    that margin. Streams that their clients hold paused count too: they may come back at any moment.
+    that margin. Streams that their clients hold paused do not count: they generate nothing, and if
+    many are released at once, their clients asked for the crowd.
 
     Σ R <= ρ·Γ is enough (TokenFlow, section 4.3). Beyond it a set can still be carried if what its
     readers have unread bridges the time until enough of it has ended: the tokens due by any
@@ -38,6 +39,7 @@ class Load:
         s = view.snapshot.sessions
         served = s.started & (s.state != CANCELLING)
         served |= (s.state == PREFILLING) | (s.state == RESUMING)
+        served &= ~s.held
         self._context = s.num_prompt_tokens + 0.5 * s.max_tokens
         # Nobody can be given more than a token a step; a reader that is faster waits for each.
         self._rate = np.minimum(s.read_rate, 1.0 / view.step_s)

@@ -160,9 +160,12 @@ class SessionTable:
 
     def hold(self, session: Session, until: float | None, now: float) -> None:
         """The client holds the stream until then; None: not any more."""
-        session.held_until = until
         if until is None:
             session.hold_end_time = now
+            session.held_s += now - session.hold_time
+        else:
+            session.hold_time = now
+        session.held_until = until
         self._rows.set_int("held", session.slot, until is not None)
 
     def lost_with_engine(self, session: Session) -> None:

@@ -21,6 +21,7 @@ from tokenflow.types import (
 VOCAB_SIZE = 97
 CONFIG = ServingConfig(
     engine="scripted",
+    batch_scheduler_policy="guaranteed_no_evict",
     max_batch_size=3,
     max_num_tokens=24,
     tokens_per_block=4,
@@ -88,10 +89,12 @@ class Harness:
         planner: Planner | None = None,
         script: Script | None = None,
         executor_type: type[SteppedExecutor] = SteppedExecutor,
+        runner_type: type[ScriptedRunner] = ScriptedRunner,
     ) -> None:
         self.config = config
         self.script = script or pseudo_random(VOCAB_SIZE)
         self._executor_type = executor_type
+        self._runner_type = runner_type
         self._make_engine()
         self.planner = planner or ChosenPlanner(config.max_batch_size)
         self.tracer = ListTracer()
@@ -102,7 +105,7 @@ class Harness:
         self.now = 0.0
 
     def _make_engine(self) -> None:
-        self.runner = ScriptedRunner(self.script, VOCAB_SIZE)
+        self.runner = self._runner_type(self.script, VOCAB_SIZE)
         self.executor = self._executor_type(self.runner, self.config.executor_config())
 
     def lose_engine(self, *, noticed: bool = True) -> None:
@@ -146,12 +149,17 @@ class Harness:
     def begin(self) -> None:
         self.executor.begin(self.now)
 
-    def end(self, step_s: float = 0.05) -> None:
+    def end(self, step_s: float = 0.05, *, heard: bool = True) -> None:
         """The step's end, unless the engine is lost."""
         self.now += step_s
         if self.executor.is_lost:
             return
         self.executor.end(self.now)
+        if heard:
+            self.hear()
+
+    def hear(self) -> None:
+        """Take in what the engine said since the last time."""
         self.coordinator.on_stats(self.executor.get_latest_iteration_stats(), self.now)
         self.coordinator.on_responses(self.executor.await_responses(), self.now)
 

@@ -124,6 +124,26 @@ def test_a_hold_that_outlasts_its_stream_ends_nobody_elses() -> None:
     h.expect_nothing_left()
 
 
+def test_holds_of_one_stream_are_counted_together() -> None:
+    h = Harness(replace(CONFIG, max_hold_s=3.0))
+    handle = h.submit(PROMPT, 20)
+    run_until(h, handle, 2)
+    for _ in range(2):
+        h.coordinator.hold(handle, h.now)
+        h.step()
+        h.now += 1.4
+        h.coordinator.release(handle, h.now)
+    h.coordinator.hold(handle, h.now)
+    held_time = h.now
+    while h.coordinator.num_held:
+        h.step()
+    assert h.now - held_time < 0.3
+    h.coordinator.hold(handle, h.now)
+    assert h.coordinator.num_held == 0
+    h.run_to_empty()
+    h.expect_whole(handle, PROMPT, 20)
+
+
 @pytest.mark.parametrize("end", ["cancel", "shutdown", "timeout"])
 def test_a_held_stream_ends_at_once(end: str) -> None:
     h = Harness()

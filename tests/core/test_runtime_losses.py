@@ -149,7 +149,6 @@ def test_streams_go_on_after_a_loss_and_newcomers_wait_for_the_next_engine() -> 
     kept.keeper.may_start.clear()
     kept.keeper.executor.die()
     kept.wait_gauge("healthy", False)
-    assert "SIGKILL" in (kept.runtime.gauges().unhealthy_reason or "")
     newcomer = kept.submit((9, 9), 5)
     gone = kept.submit((9, 8), 5)
     kept.runtime.cancel(gone)
@@ -211,7 +210,6 @@ def test_too_many_losses_make_it_unhealthy_for_good() -> None:
     assert kept.sink.end(later).error == "unhealthy: lost 2 times, last: signal SIGKILL"
     assert kept.sink.end(later).retryable
     kept.wait_gauge("healthy", False)
-    assert "lost 2 times" in (kept.runtime.gauges().unhealthy_reason or "")
     kept.close()
 
 

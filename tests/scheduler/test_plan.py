@@ -36,6 +36,23 @@ def test_the_stream_with_most_slack_yields_to_a_newcomer() -> None:
     assert decision == Decision(pause=(11,), admit=(13,), why={11: "for waiting", 13: "waiting"})
 
 
+@pytest.mark.parametrize("policy", [POLICY, FcfsReservePolicy()])
+def test_nobody_is_started_whom_the_client_holds(policy) -> None:
+    rows = [waiting(held=True), paused(0.1, held=True), paused(9.0), waiting()]
+    decision = decide(rows, policy, max_batch_size=4)
+    assert (decision.resume, decision.admit) == ((12,), (13,))
+
+
+def test_held_streams_are_no_load() -> None:
+    """Eight that stand still do not keep a newcomer out that the others can make room for."""
+    fast = {"read_rate": 11.0, "max_tokens": 400}
+    rows = [paused(20.0, held=True, **fast) for _ in range(8)]
+    rows += [running(20.0, **fast) for _ in range(4)]
+    assert decide([*rows, waiting(**fast)], max_batch_size=4).admit == (22,)
+    crowd = [{**row, "held": False} for row in rows]
+    assert not decide([*crowd, waiting(**fast)], max_batch_size=4).admit
+
+
 def threshold_s(prefill_s: float = 32 / 2600) -> float:
     return 1.5 * (0.06 + 0.06 + 0.05) + 0.5 + prefill_s
 

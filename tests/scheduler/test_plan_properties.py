@@ -39,6 +39,7 @@ def sessions(draw, capacity_policy):
         "has_reader": has_reader,
         "started": started,
         "pausable": draw(st.booleans() | st.just(True)),
+        "held": state in (S.WAITING, S.PREEMPTED) and draw(st.sampled_from([False, False, True])),
         "priority": draw(st.sampled_from([0.0, 0.5, 1.0])),
         "num_prompt_tokens": num_prompt,
         "num_generated": num_generated,

@@ -1,0 +1,184 @@
+"""What holds of a coordinator and its engine between any two calls.
+
+Everything is worked out anew from the sessions, the engine's requests and the configuration. Cheap
+enough to be checked after every step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+
+from tests.core.harness import Harness
+from tests.core.watching import NO_EVICT, WatchedExecutor
+from tokenflow.session import IN_ENGINE, Session
+from tokenflow.types import SessionState
+
+S = SessionState
+RUNNING_STATES = (S.PREFILLING, S.RUNNING, S.RESUMING, S.CANCELLING)  # of the gauge
+_MIN_SWEEP = 64
+
+
+def engine_of(h: Harness) -> WatchedExecutor:
+    assert isinstance(h.executor, WatchedExecutor)
+    return h.executor
+
+
+def check_table(h: Harness) -> None:
+    """Counts, order and columns are those of the sessions."""
+    table = h.coordinator.table
+    sessions = list(table)
+    states = [session.state for session in sessions]
+    handles = [session.handle for session in sessions]
+    assert len(table) == len(sessions)
+    assert handles == sorted(handles)
+    assert S.FINISHED not in states
+    for state in S:
+        assert table.count(state) == states.count(state)
+    waiting = [session for session in sessions if session.state is S.WAITING]
+    assert table.waiting_since_before(math.inf) == waiting
+    assert table.num_filled_blocks == sum(
+        _num_blocks(h, s.num_tokens) for s in sessions if s.state in IN_ENGINE
+    )
+    c = table.columns(h.now)
+    columns = (
+        *(c.slot, c.state, c.arrival_time, c.priority, c.has_reader, c.started, c.pausable, c.held),
+        *(c.num_prompt_tokens, c.num_generated, c.max_tokens, c.num_pauses),
+        *(c.num_blocks_held, c.num_blocks_needed, c.num_blocks_final),
+    )
+    rows = list(zip(*(column.tolist() for column in columns), strict=True))
+    assert rows == [_row(h, session) for session in sessions]
+    for session, slack_s, num_resume_tokens in zip(
+        sessions, c.slack_s.tolist(), c.num_resume_tokens.tolist(), strict=True
+    ):
+        _check_reader(h, session, slack_s)
+        if session.state is S.PREEMPTED and not h.executor.is_lost:
+            assert 1 <= num_resume_tokens <= session.num_tokens
+            assert num_resume_tokens == session.num_resume_tokens
+
+
+def _row(h: Harness, session: Session) -> tuple[object, ...]:
+    request = session.request
+    num_prompt, num_generated = len(request.input_token_ids), len(session.output_token_ids)
+    if session.state in IN_ENGINE:
+        needed = held = _num_blocks_in_engine(h, session)
+    else:
+        needed, held = _num_blocks_to_start(h, session), 0
+    full = min(num_prompt + request.max_tokens, h.config.max_seq_len) - 1
+    return (
+        *(session.slot, session.state, request.arrival_time, request.priority, request.has_reader),
+        *(session.first_token_time is not None, _is_pausable(h, session)),
+        *(session.held_until is not None, num_prompt, num_generated, request.max_tokens),
+        *(session.num_pauses, held, needed, _num_blocks(h, full)),
+    )
+
+
+def _is_pausable(h: Harness, session: Session) -> bool:
+    return h.coordinator.table.unpausable_reason(session.request) is None
+
+
+def _num_blocks(h: Harness, num_tokens: int) -> int:
+    return max(1, -(-num_tokens // h.config.tokens_per_block))
+
+
+def _is_no_evict(h: Harness) -> bool:
+    policy = h.config.executor_config().scheduler_config.capacity_scheduler_policy
+    return policy is NO_EVICT
+
+
+def _num_blocks_in_engine(h: Harness, session: Session) -> int:
+    if _is_no_evict(h):
+        assert session.executor_request_id is not None
+        return engine_of(h).num_reserved_blocks(session.executor_request_id)
+    return _num_blocks(h, session.num_tokens)
+
+
+def _num_blocks_to_start(h: Harness, session: Session) -> int:
+    if not _is_no_evict(h):
+        return _num_blocks(h, session.num_tokens)
+    num_left = session.request.max_tokens - len(session.output_token_ids)
+    if h.config.lease_tokens and _is_pausable(h, session):
+        num_left = min(num_left, h.config.lease_tokens)
+    num_left = max(1, min(num_left, h.config.max_seq_len - session.num_tokens))
+    return _num_blocks(h, session.num_tokens + num_left - 1)
+
+
+def _check_reader(h: Harness, session: Session, slack_s: float) -> None:
+    reader = session.reader
+    assert reader.num_delivered == len(session.output_token_ids)
+    assert 0 <= reader.unread(h.now) <= reader.num_delivered
+    if session.first_token_time is None:
+        assert math.isnan(slack_s)
+    elif session.request.has_reader:
+        assert math.isclose(slack_s, reader.slack_s(h.now), abs_tol=1e-9)
+    else:
+        assert slack_s == math.inf
+
+
+def check_engine(h: Harness, orphan_ids: set[int]) -> None:
+    """The engine knows the sessions that are in it and nobody else, but for `orphan_ids`."""
+    coordinator, table = h.coordinator, h.coordinator.table
+    known: set[int] = set()
+    for session in table:
+        id = session.executor_request_id
+        if session.state in IN_ENGINE:
+            assert coordinator.engine_is_up
+            assert id is not None
+            assert table.by_executor_id(id) is session
+            known.add(id)
+            if session.state in (S.PAUSING, S.CANCELLING):
+                assert id in engine_of(h).cancelled_ids
+        else:
+            assert id is None
+            assert session.lease_end is None
+            assert not session.answered
+        if not _is_pausable(h, session):
+            assert session.state not in (S.PAUSING, S.PREEMPTED, S.RESUMING)
+        if session.held_until is not None and not session.answered:
+            assert session.state is not S.RUNNING
+    if coordinator.engine_is_up:
+        unfinished = engine_of(h).unfinished_ids
+        assert known <= unfinished
+        assert unfinished - known <= orphan_ids
+    assert 0 <= coordinator.num_free_blocks <= coordinator.num_total_blocks
+
+
+def check_counters(h: Harness) -> None:
+    """Every request is counted once, and no gauge is negative."""
+    coordinator, table = h.coordinator, h.coordinator.table
+    c = coordinator.counters
+    live = [session for session in table if not session.answered]
+    ended = c.num_ok + c.num_failed + c.num_cancelled + c.num_timed_out
+    assert c.num_received == ended + len(live)
+    assert all(value >= 0 for value in asdict(c).values())
+    assert c.num_forced_pauses <= c.num_pauses
+    assert c.num_resumes_recomputed <= c.num_resumes
+    if _is_no_evict(h):
+        assert c.num_internal_pauses == 0
+    num_queued = coordinator.num_queued_in_engine
+    assert 0 <= num_queued <= table.count(*RUNNING_STATES)
+    assert coordinator.num_held == sum(session.held_until is not None for session in live)
+    assert coordinator.stalled_s(h.now) >= 0
+    deadlines = [s.deadline for s in live]
+    assert coordinator.next_plan_time() <= min(deadlines, default=math.inf)
+    assert len(coordinator._deadlines) <= max(_MIN_SWEEP, 2 * len(deadlines))
+
+
+def check_cache_estimate(h: Harness) -> None:
+    """As the planner is about to look: no more cached than there is room, and what a resume would
+    compute follows from it."""
+    coordinator, cache = h.coordinator, h.coordinator._cache
+    num_cached = sum(cache._ended.values()) + sum(cache._paused.values())
+    assert cache._num_cached == num_cached
+    assert all(n > 0 for n in (*cache._ended.values(), *cache._paused.values()))
+    num_filled = coordinator.table.num_filled_blocks
+    assert num_cached == 0 or num_cached + num_filled <= coordinator.num_total_blocks
+    if h.executor.is_lost:
+        return  # heard of, perhaps, but not told to the estimate
+    for session in coordinator.table:
+        if session.state is S.PREEMPTED:
+            num_kept = cache.num_blocks(session.handle) * h.config.tokens_per_block
+            assert num_kept < session.num_tokens - 1 + h.config.tokens_per_block
+            assert session.num_resume_tokens == max(1, session.num_tokens - num_kept)
+        elif session.state in IN_ENGINE:
+            assert cache.num_blocks(session.handle) == 0
