@@ -83,7 +83,13 @@ class Coordinator:
         self._deadlines = Deadlines(lambda handle: self.table.get(handle) is not None)
         self._recovery = Recovery(self.table, self._answers)
         self._commands = EngineCommands(executor, self.table, self._answers, self._cache)
-        self._holds = Holds(self.table, self._answers, self._commands, config.max_hold_s)
+        self._holds = Holds(
+            self.table,
+            self._answers,
+            self._commands,
+            max_hold_s=config.max_hold_s,
+            max_holds=config.max_queue_size,
+        )
         self._feedback = EngineFeedback(
             self._commands,
             self.table,
@@ -94,7 +100,7 @@ class Coordinator:
             self._num_total_blocks,
         )
         self._intake = Intake(
-            self.table, self._answers, self._feedback, config, self._num_total_blocks
+            self.table, self._answers, self._feedback, self._holds, config, self._num_total_blocks
         )
 
     # -- requests ------------------------------------------------------------------------------

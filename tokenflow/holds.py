@@ -16,25 +16,40 @@ from tokenflow.types import SessionState
 
 
 class Holds:
-    """Holds by handle; `__len__` counts those that are on."""
+    """Holds by handle; `__len__` counts those that are on.
+
+    max_hold_s: of one stream, all its holds together. max_holds: that may be on at a time.
+    """
 
     def __init__(
-        self, table: SessionTable, answers: Answers, commands: EngineCommands, max_hold_s: float
+        self,
+        table: SessionTable,
+        answers: Answers,
+        commands: EngineCommands,
+        *,
+        max_hold_s: float,
+        max_holds: int,
     ) -> None:
         self._table = table
         self._answers = answers
         self._commands = commands
         self._max_hold_s = max_hold_s
+        self._max_holds = max_holds
         self._held: dict[int, Session] = {}
 
     def __len__(self) -> int:
         return sum(not session.answered for session in self._held.values())
 
+    @property
+    def num_waiting(self) -> int:
+        """Held streams that have not started."""
+        return sum(s.state is SessionState.WAITING for s in self._held.values())
+
     def hold(self, session: Session, now: float) -> None:
         """Begin; nothing happens to a stream that is held, that has used up its time, or of a kind
-        that is never paused."""
+        that is never paused, nor while too many are held."""
         left_s = self._max_hold_s - session.held_s
-        if session.held_until is not None or left_s <= 0:
+        if session.held_until is not None or left_s <= 0 or len(self) >= self._max_holds:
             return
         if self._table.unpausable_reason(session.request) is not None:
             return

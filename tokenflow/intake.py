@@ -9,6 +9,7 @@ from __future__ import annotations
 from tokenflow.answers import Answers
 from tokenflow.config import ServingConfig
 from tokenflow.feedback import EngineFeedback
+from tokenflow.holds import Holds
 from tokenflow.session_table import SessionTable
 from tokenflow.types import GenerateRequest, SessionState
 
@@ -23,12 +24,14 @@ class Intake:
         table: SessionTable,
         answers: Answers,
         feedback: EngineFeedback,
+        holds: Holds,
         config: ServingConfig,
         num_total_blocks: int,
     ) -> None:
         self._table = table
         self._answers = answers
         self._feedback = feedback
+        self._holds = holds
         self._config = config
         self._num_total_blocks = num_total_blocks
 
@@ -69,8 +72,9 @@ class Intake:
                 self._table.transition(session, _S.FINISHED, now)
 
     def _num_unstarted(self) -> int:
-        """Requests that wait for a place: ours, and those in the engine beyond its batch or, as
-        of its last iteration, in its queue."""
+        """Requests that wait for a place: ours that their clients do not hold, and those in the
+        engine beyond its batch or, as of its last iteration, in its queue."""
         beyond = self._table.count(_S.PREFILLING, _S.RUNNING, _S.RESUMING)
         beyond -= self._config.max_batch_size
-        return self._table.count(_S.WAITING) + max(beyond, self.num_queued_in_engine)
+        num_waiting = self._table.count(_S.WAITING) - self._holds.num_waiting
+        return num_waiting + max(beyond, self.num_queued_in_engine)

@@ -34,6 +34,8 @@ from tokenflow.types import GenerateRequest, SessionState, TokenEvent
 logger = logging.getLogger("tokenflow")
 
 _IDLE_WAIT_S = 0.5
+_MAX_TURN_S = 2 * _IDLE_WAIT_S
+"""After a longer turn this process stood still (a frozen container), and the engine perhaps too."""
 
 _S = SessionState
 _RUNNING_STATES = (_S.PREFILLING, _S.RUNNING, _S.RESUMING, _S.CANCELLING)
@@ -83,7 +85,9 @@ class Runtime:
         self._executor = executor
         self._keeper = keeper
         self._stall_timeout_s = config.engine_stall_timeout_s
+        self._max_holds = config.max_queue_size
         self._engine_is_killed = False
+        self._last_turn_time = self._awake_since = float("-inf")
         self._clock = clock or MonotonicClock()
         self._coordinator = Coordinator(
             executor, config, planner or (lambda snapshot: plan(snapshot, policy)), emit, tracer
@@ -136,6 +140,10 @@ class Runtime:
         """The client holds its stream no longer."""
         self._inbox.put((self._on_resume, (handle,)))
 
+    def may_hold(self) -> bool:
+        """False while as many streams are held as may be (max_queue_size)."""
+        return self._gauges.num_held < self._max_holds
+
     def unpausable_reason(self, request: GenerateRequest) -> str | None:
         """Why such a request can never be paused, or None."""
         return self._coordinator.table.unpausable_reason(request)
@@ -187,7 +195,7 @@ class Runtime:
             coordinator.flush()
         except Exception as error:
             logger.exception("the runtime failed")
-            self._fail(f"internal error: {error}")
+            self._fail(f"unhealthy: internal error: {error}")
         self._gauges = self._read_gauges()
         return self._stopping.is_set() and self._inbox.empty()
 
@@ -235,19 +243,25 @@ class Runtime:
 
     def _check_progress(self, now: float) -> None:
         """An engine that holds requests and computes nothing is ended like one that crashed."""
-        coordinator = self._coordinator
-        if coordinator.stalled_s(now) < self._stall_timeout_s or self._engine_is_killed:
+        if now - self._last_turn_time > _MAX_TURN_S:
+            self._awake_since = now
+        self._last_turn_time = now
+        if self._stalled_s(now) < self._stall_timeout_s or self._engine_is_killed:
             return
         # Statistics of iterations without a response have waited until now.
-        coordinator.on_stats(self._executor.get_latest_iteration_stats(), now)
-        if coordinator.stalled_s(now) < self._stall_timeout_s:
+        self._coordinator.on_stats(self._executor.get_latest_iteration_stats(), now)
+        if self._stalled_s(now) < self._stall_timeout_s:
             return
         reason = f"no iteration for {self._stall_timeout_s:g} s (engine_stall_timeout_s)"
         logger.error("the engine is stuck: %s", reason)
         if self._keeper is not None and self._keeper.kill(reason):
             self._engine_is_killed = True
         else:
-            self._fail(f"the engine is stuck: {reason}")
+            self._fail(f"unhealthy: the engine is stuck: {reason}")
+
+    def _stalled_s(self, now: float) -> float:
+        """Seconds without progress of the engine, as far as this thread was there to see it."""
+        return min(self._coordinator.stalled_s(now), now - self._awake_since)
 
     def _on_engine_lost(self, message: str) -> None:
         if self._stopping.is_set():

@@ -78,7 +78,7 @@ class View:
         s = self.snapshot.sessions
         size = self.snapshot.kv.tokens_per_block
         cached = -(-self.num_tokens // size)
-        in_pool = s.started | (s.state == PREFILLING)
+        in_pool = (s.started | (s.state == PREFILLING)) & ~s.held  # whose KV is the first to go
         if int(cached[in_pool].sum()) <= self.snapshot.kv.num_total_blocks:
             return np.ones(len(rows), dtype=np.int64)
         return self.num_tokens[rows]

@@ -69,4 +69,7 @@ def _hold_refusal(
             if reason is not None:
                 message = f"pause: the request {request_id!r} can never be paused: {reason}"
                 return Refusal(message, ErrorCode.INVALID_ARG)
+        if not runtime.may_hold():
+            message = "overloaded: as many streams as may be are held (max_queue_size)"
+            return Refusal(message, ErrorCode.UNAVAILABLE)
     return None

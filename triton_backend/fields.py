@@ -74,6 +74,7 @@ class Fields:
         value = self._scalar(name, "f")
         if value is None:
             return None
+        low, high = float(np.float32(low)), float(np.float32(high))  # as a client can send them
         return check_number(name, value, low, high, above_low=above_low, note=note)
 
     def numbers(self, name: str) -> tuple[float, ...]:

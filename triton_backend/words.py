@@ -36,16 +36,18 @@ def read_words(fields: Fields, name: str) -> tuple[str, ...]:
 def read_bad_words(fields: Fields, tokenizer: TextTokenizer) -> tuple[tuple[int, ...], ...]:
     """Token sequences that must not come, each once. Raises InvalidRequestError."""
     sequences: dict[tuple[int, ...], None] = {}
+    num_tokens = 0
     for word in read_words(fields, "bad_words"):
         ways = tokenizer.encode_word_everywhere(word)
         if not ways:
             raise InvalidRequestError("bad_words", f"the model has no tokens for {word!r}")
+        num_tokens += sum(len(way) for way in ways if way not in sequences)
+        # Refused at once: the tokens of many long words take seconds in which nobody is let in.
+        if num_tokens > MAX_BAD_WORD_TOKENS:
+            raise InvalidRequestError(
+                "bad_words", f"at most {MAX_BAD_WORD_TOKENS} tokens together, got more"
+            )
         sequences.update(dict.fromkeys(ways))
-    num_tokens = sum(map(len, sequences))
-    if num_tokens > MAX_BAD_WORD_TOKENS:
-        raise InvalidRequestError(
-            "bad_words", f"at most {MAX_BAD_WORD_TOKENS} tokens together, got {num_tokens}"
-        )
     return tuple(sequences)
 
 

@@ -107,7 +107,9 @@ class Driver:
     def hold(self, handle: int) -> None:
         asked = self.model.asked[handle]
         left_s = self.config.max_hold_s - asked.held_s
-        if asked.held_until is None and left_s > 0 and asked.is_pausable and not asked.ended:
+        num_held = sum(other.held_until is not None for other in self.model.asked.values())
+        may_hold = left_s > 0 and asked.is_pausable and num_held < self.config.max_queue_size
+        if asked.held_until is None and may_hold and not asked.ended:
             asked.held_until, asked.hold_time = self.h.now + left_s, self.h.now
             TOTALS["holds"] += 1
         self._do("hold", lambda: self.coordinator.hold(handle, self.h.now), handle)

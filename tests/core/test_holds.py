@@ -249,3 +249,37 @@ def test_many_short_requests_with_long_limits_leave_nothing_behind() -> None:
     assert deadlines.next_time() == 1e6 + 9_997
     assert deadlines.pop_due(2e6) == [9_997, 9_998, 9_999]
     assert deadlines.next_time() == float("inf")
+
+
+def test_held_newcomers_take_no_place_in_the_queue() -> None:
+    h = Harness(replace(CONFIG, max_queue_size=2, max_batch_size=1))
+    running = h.submit(PROMPT, 10)
+    h.step()
+    held = [h.submit(PROMPT, 5) for _ in range(2)]
+    for handle in held:
+        h.coordinator.hold(handle, h.now)
+    others = [h.submit((n, n), 5) for n in (1, 2)]
+    refused = h.submit((3, 3), 5)
+    assert "max_queue_size" in (h.events_of(refused)[-1].error or "")
+    while h.state(others[1]) is not None:
+        h.step()
+    h.expect_whole(running, PROMPT, 10)
+    h.expect_whole(others[1], (2, 2), 5)
+    for handle in held:
+        h.coordinator.release(handle, h.now)
+    h.run_to_empty()
+    h.expect_whole(held[0], PROMPT, 5)
+    h.expect_nothing_left()
+
+
+def test_no_more_streams_are_held_than_may_wait() -> None:
+    h = Harness(replace(CONFIG, max_queue_size=2))
+    handles = [h.submit((n, n + 1), 5) for n in range(2)]
+    h.step()
+    handles.append(h.submit((7, 8), 5))
+    for handle in handles:
+        h.coordinator.hold(handle, h.now)
+    assert h.coordinator.num_held == 2
+    h.coordinator.cancel(handles[0], h.now)
+    h.coordinator.hold(handles[2], h.now)
+    assert h.coordinator.num_held == 2

@@ -136,6 +136,7 @@ class FakeRuntime:
     paused: list[int] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
     num_invalid: int = 0
+    max_holds: int = 1000
     error: Exception | None = None
     unpausable: int | None = None
 
@@ -165,6 +166,9 @@ class FakeRuntime:
 
     def resume(self, handle: int) -> None:
         self.resumed.append(handle)
+
+    def may_hold(self) -> bool:
+        return len(self.paused) < self.max_holds
 
     def unpausable_reason(self, request: GenerateRequest) -> str | None:
         return "a kind" if request.max_tokens == self.unpausable else None

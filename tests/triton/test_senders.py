@@ -196,6 +196,19 @@ def test_what_can_never_be_paused_is_refused_with_the_reason_and_all_or_none_are
     assert not ask_control(bench, ResumeRequest("x"))
 
 
+def test_more_holds_than_may_be_are_overload() -> None:
+    bench = Bench()
+    bench.runtime.max_holds = 1
+    bench.open(1, "x")
+    bench.open(2, "y")
+    assert not ask_control(bench, PauseRequest("x"))
+    ((message, code),) = ask_control(bench, PauseRequest("y"))
+    assert code is ErrorCode.UNAVAILABLE
+    assert message.startswith("overloaded: ")
+    assert bench.runtime.paused == [1]
+    assert not ask_control(bench, ResumeRequest("x"))
+
+
 def test_the_stream_of_a_client_that_left_is_not_found() -> None:
     bench = Bench()
     channel = bench.open(1, "x")

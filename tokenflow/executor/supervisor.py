@@ -145,7 +145,8 @@ class EngineSupervisor:
         num_losses = len(self._loss_times)
         if num_losses > self._max_restarts:
             raise EngineError(
-                f"the engine was lost {num_losses} times within {self._window_s:g} s and is not "
+                f"the engine was lost {num_losses} time{'s' * (num_losses > 1)} within "
+                f"{self._window_s:g} s and is not "
                 f"started again; the last time: {reason}"
             )
         backoff_s = _backoff_s(num_losses)
