@@ -21,7 +21,7 @@ def test_a_model_in_torch_gives_the_same_text_with_and_without_pauses(
         num_threads=1, max_batch_size=2,
     )  # fmt: skip
     prompts = [f"The reader reads the stream {number}" for number in range(4)]
-    request = {"max_tokens": 80, "stream": True, "end_id": -1, "read_rate": 2.0}
+    request = {"max_tokens": 300, "stream": True, "end_id": -1, "read_rate": 2.0}
     with GrpcStream(server) as stream:
         alone = [stream.ask(text_input=prompt, **request).text for prompt in prompts]
         assert metric(server, "tokenflow_pauses_total", kind="planned") == 0
@@ -31,4 +31,4 @@ def test_a_model_in_torch_gives_the_same_text_with_and_without_pauses(
     assert metric(server, "tokenflow_pauses_total", kind="planned") > 0
     assert [together[str(number)].text for number in range(len(prompts))] == alone
     for answer in together.values():
-        assert sum(response["num_output_tokens"] for response in answer.responses) == 80
+        assert sum(response["num_output_tokens"] for response in answer.responses) == 300
