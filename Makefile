@@ -56,7 +56,7 @@ test: check model  ## every check and test, the real server included
 	$(TEST_ENV) $(BIN)/python -m pytest -m e2e || status=1; \
 	exit $$status
 
-soak: model  ## hours' worth of interleavings, killed engines and 20,000 requests; ~20 minutes
+soak: model  ## long interleavings, killed engines and 20,000 requests; about 20 minutes
 	TOKENFLOW_SOAK=10 $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile --timeout 3600 \
 	  tests/core/test_coordinator_machine.py tests/scheduler/test_races.py
 	$(BIN)/python -m perf.kills

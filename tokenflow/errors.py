@@ -13,6 +13,14 @@ Every error names the field or the limit that was hit, in one sentence a client 
 
 from __future__ import annotations
 
+LAST_OUTPUT = "; its last output: "
+"""Stands in the message of a lost engine before what it wrote last, which is for its operator."""
+
+
+def for_clients(message: str) -> str:
+    """`message` without what the engine wrote last."""
+    return message.split(LAST_OUTPUT, 1)[0]
+
 
 class TokenFlowError(Exception):
     """Base of every error this library raises on purpose."""

@@ -9,6 +9,7 @@ never paused) and those that an engine was lost with before: they may be the cau
 from __future__ import annotations
 
 from tokenflow.answers import Answers
+from tokenflow.errors import for_clients
 from tokenflow.session import IN_ENGINE, Session
 from tokenflow.session_table import SessionTable
 from tokenflow.types import SessionState
@@ -36,7 +37,7 @@ class Recovery:
         self._table.lost_with_engine(session)
         reason = self._cannot_go_on(session)
         if reason is not None:
-            self._answers.failed(session, f"{reason}: {message}", now, retryable=True)
+            self._answers.failed(session, f"{reason}: {for_clients(message)}", now, retryable=True)
             self._table.transition(session, _S.FINISHED, now)
             return
         started = session.first_token_time is not None

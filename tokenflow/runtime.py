@@ -23,7 +23,7 @@ from tokenflow.awaiter import Awaiter
 from tokenflow.clock import Clock, MonotonicClock
 from tokenflow.config import ServingConfig
 from tokenflow.coordinator import Coordinator, Planner
-from tokenflow.errors import EngineError
+from tokenflow.errors import EngineError, for_clients
 from tokenflow.executor.api import Executor, Response
 from tokenflow.executor.supervisor import EngineKeeper
 from tokenflow.policies import policy_from_config
@@ -268,7 +268,7 @@ class Runtime:
             return
         logger.error("engine lost: %s", message)
         if self._keeper is None:
-            self._fail(f"the engine is not running: {message}")
+            self._fail(f"the engine is not running: {for_clients(message)}")
         elif self._failure is None:
             self._coordinator.on_engine_lost(message, self._clock.now())
 
@@ -282,7 +282,7 @@ class Runtime:
     def _on_engine_given_up(self, message: str) -> None:
         if not self._stopping.is_set():
             logger.error("the engine is not started again: %s", message)
-            self._fail(f"unhealthy: {message}")
+            self._fail(f"unhealthy: {for_clients(message)}")
 
     def _on_shutdown(self) -> None:
         self._fail("the server is shutting down")

@@ -10,6 +10,7 @@ import pytest
 from tests.core.harness import CONFIG, ChosenPlanner, Harness
 from tests.support.stepped import LOSS
 from tokenflow.config import ServingConfig
+from tokenflow.errors import LAST_OUTPUT
 from tokenflow.executor.api import SamplingConfig
 from tokenflow.types import EndReason, SessionState
 
@@ -224,3 +225,11 @@ def test_a_stall_is_counted_from_the_last_sign_of_life() -> None:
     assert h.coordinator.stalled_s(h.now) == 0.0
     h.plan()
     assert h.coordinator.stalled_s(h.now + 2.0) == pytest.approx(2.0)
+
+
+def test_what_the_engine_wrote_last_is_not_for_clients() -> None:
+    h = Harness()
+    handle = to_state(h, S.RUNNING, sampling_config=DECAY)
+    h.coordinator.on_engine_lost(LOSS + LAST_OUTPUT + "/a/path: secret", h.now)
+    end = h.events_of(handle)[-1]
+    assert (end.error or "").endswith(LOSS)

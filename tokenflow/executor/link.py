@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tokenflow.errors import EngineError
+from tokenflow.errors import LAST_OUTPUT, EngineError
 from tokenflow.executor.backpressure import CommandSender
 from tokenflow.executor.channel import (
     FrameBuffer,
@@ -157,7 +157,7 @@ class EngineLink:
         self._drain_output()
         message = f"the engine process ended ({failure or self._process.describe_exit()})"
         last_line = self._log.last_line()
-        self._on_end(f"{message}; its last output: {last_line}" if last_line else message)
+        self._on_end(message + LAST_OUTPUT + last_line if last_line else message)
 
     def _serve(self) -> None:
         """Returns at the end of the channel, or of the process once nothing is left to read, or
