@@ -282,7 +282,7 @@ class Coordinator:
         """What the planner may look at."""
         self._refresh_cache_estimate()
         sessions = self.table.columns(now)
-        num_held = int(sessions.num_blocks_held.sum())
+        num_blocks_held = int(sessions.num_blocks_held.sum())
         return Snapshot(
             now=now,
             sessions=sessions,
@@ -290,7 +290,7 @@ class Coordinator:
                 capacity_policy=self._capacity_policy,
                 tokens_per_block=self._config.tokens_per_block,
                 num_total_blocks=self._num_total_blocks,
-                num_free_blocks=max(0, self._num_total_blocks - num_held),
+                num_free_blocks=max(0, self._num_total_blocks - num_blocks_held),
                 max_batch_size=self._config.max_batch_size,
             ),
             costs=self.costs.estimate(self._config.plan_interval_s),

@@ -131,22 +131,15 @@ def test_a_stop_on_the_last_token_of_a_lease_is_the_end() -> None:
     assert h.coordinator.counters.num_lease_ends == 0
 
 
-def test_the_engines_own_limit_inside_a_lease_is_the_end() -> None:
-    """max_seq_len 64 leaves 59 tokens, which no lease of 60 reaches."""
-    h = leased(60)
+@pytest.mark.parametrize("lease_tokens", [59, 60])
+def test_the_engines_own_limit_within_a_lease_is_the_end(lease_tokens: int) -> None:
+    """max_seq_len 64 leaves 59 tokens: the end of one lease, the inside of the other."""
+    h = leased(lease_tokens)
     handle = h.submit(PROMPT, 100)
     h.run_to_empty()
     assert h.end_of(handle) is EndReason.LENGTH
     assert len(h.tokens_of(handle)) == 59
-    h.expect_nothing_left()
-
-
-def test_the_engines_own_limit_at_the_end_of_a_lease_is_the_end() -> None:
-    h = leased(59)
-    handle = h.submit(PROMPT, 100)
-    h.run_to_empty()
-    assert h.end_of(handle) is EndReason.LENGTH
-    assert len(h.tokens_of(handle)) == 59
+    assert h.coordinator.counters.num_lease_ends == 0
     h.expect_nothing_left()
 
 

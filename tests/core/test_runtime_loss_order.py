@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 import time
 
-from tests.core.test_runtime import CONFIG, Sink
+from tests.core.test_runtime import Sink
 from tests.core.test_runtime_losses import Keeper, Kept
 from tokenflow.executor.api import Executor
-from tokenflow.runtime import Runtime
 from tokenflow.types import TokenEvent
 
 
@@ -36,12 +35,9 @@ class SlowSink(Sink):
 
 
 def test_an_engine_is_not_released_before_the_runtime_knows_that_it_is_lost() -> None:
-    kept = Kept()
-    kept.close()
-    sink = kept.sink = SlowSink()
-    keeper = kept.keeper = ReleasingKeeper(CONFIG)
-    kept.runtime = Runtime(keeper.executor, CONFIG, emit=sink, keeper=keeper)
-    kept.runtime.start()
+    sink = SlowSink()
+    kept = Kept(keeper_type=ReleasingKeeper, sink=sink)
+    keeper = kept.keeper
     handle = kept.submit((1,), 60)
     assert sink.is_held.wait(10.0)
     time.sleep(0.05)  # more responses wait in the inbox

@@ -96,9 +96,16 @@ class Keeper:
 class Kept:
     """A runtime with a keeper."""
 
-    def __init__(self, config: ServingConfig = CONFIG, num_restarts: int = 100) -> None:
-        self.sink = Sink()
-        self.keeper = Keeper(config, num_restarts)
+    def __init__(
+        self,
+        config: ServingConfig = CONFIG,
+        num_restarts: int = 100,
+        *,
+        keeper_type: type[Keeper] = Keeper,
+        sink: Sink | None = None,
+    ) -> None:
+        self.sink = sink or Sink()
+        self.keeper = keeper_type(config, num_restarts)
         self.runtime = Runtime(self.keeper.executor, config, emit=self.sink, keeper=self.keeper)
         self.runtime.start()
 

@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import json
 import queue
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import tritonclient.utils as triton_numpy
 
 from perf.long_runs.server_processes import descendants as descendants
 from perf.long_runs.server_processes import is_alive as is_alive
+from perf.long_runs.server_processes import read_metrics
 from perf.long_runs.server_processes import shm_files as shm_files
 from triton_backend.launcher import TritonServer
 
@@ -201,19 +201,11 @@ def events_of(body: str) -> list[dict[str, Any]]:
 
 
 def metric(server: TritonServer, name: str, **labels: str) -> float:
-    """One value of /metrics."""
-    host, port = server.metrics_url.split(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=_TIMEOUT_S)
-    try:
-        connection.request("GET", "/metrics")
-        text = connection.getresponse().read().decode()
-    finally:
-        connection.close()
-    for line in text.splitlines():
-        match = re.fullmatch(rf"{name}\{{(.*)\}} (\S+)", line)
-        if match and all(f'{key}="{value}"' in match.group(1) for key, value in labels.items()):
-            return float(match.group(2))
-    raise AssertionError(f"no metric {name} {labels}")
+    """One value of /metrics, by its labels besides model and version."""
+    own = ",".join(f'{key}="{value}"' for key, value in labels.items())
+    values = read_metrics(server)
+    assert (name, own) in values, f"no metric {name} {labels}"
+    return values[name, own]
 
 
 def num_active(server: TritonServer) -> float:

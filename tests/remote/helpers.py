@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -9,17 +10,45 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from tokenflow.clock import ManualClock
 from tokenflow.config import ServingConfig
 from tokenflow.executor.api import Request, Response
+from tokenflow.executor.factory import start_engine
 from tokenflow.executor.remote import RemoteExecutor
+from tokenflow.executor.startup import StopSignal
+from tokenflow.executor.supervisor import EngineSupervisor
 
 LIMIT_S = 30.0
 """What nothing may take, on any machine: only a hang does."""
+NEVER = threading.Event()
+"""A signal that nobody sets."""
 
 
 def request(max_tokens: int = 5, first: int = 1, **fields: Any) -> Request:
     """A small one."""
     return Request(input_token_ids=(first, 2, 3), max_tokens=max_tokens, **fields)
+
+
+@contextmanager
+def supervised(
+    start: Callable[[StopSignal], Any] | None = None, *, step_s: float = 0.0
+) -> Iterator[EngineSupervisor]:
+    """A supervisor of the scripted engine whose back-off costs no time."""
+    config = ServingConfig(
+        engine="scripted", scripted_step_s=step_s, max_num_tokens=16, max_batch_size=4
+    )
+    clock = ManualClock()
+    supervisor = EngineSupervisor(
+        start or (lambda stop: start_engine(config, stop=stop)),
+        max_restarts=1000,
+        window_s=1e6,
+        clock=clock,
+        sleep=clock.advance,
+    )
+    try:
+        yield supervisor
+    finally:
+        supervisor.shutdown()
 
 
 @contextmanager
