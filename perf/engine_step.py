@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     contexts = (200, 800) if args.full else (200,)
     runner = TorchRunner(args.model, args.device, args.dtype, args.num_threads)
     num_blocks = max(BATCH_SIZES) * -(-(max(contexts) + args.steps) // TOKENS_PER_BLOCK)
-    runner.allocate_kv(num_blocks, TOKENS_PER_BLOCK)
+    runner.allocate_kv(num_blocks, TOKENS_PER_BLOCK, 0)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
     model = model.to(args.device).eval()
     rows = []

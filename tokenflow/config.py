@@ -20,6 +20,9 @@ from tokenflow.executor.api import (
     SchedulerConfig,
 )
 
+OFFLOAD_MIN_PRIORITY = 30
+"""Retention priority from which the engine finds a block worth a host block."""
+
 _BATCH_POLICIES = {
     "guaranteed_no_evict": CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
     "max_utilization": CapacitySchedulerPolicy.MAX_UTILIZATION,
@@ -72,6 +75,21 @@ class ServingConfig:
         True, "keep KV blocks for reuse (scheduling_policy tokenflow needs it)"
     )
     enable_chunked_context: bool = _field(True, "prefill long prompts in chunks")
+    kv_cache_host_memory_bytes: int = _field(
+        0, "host memory behind the device KV pool, bytes (0 = none)", low=0, high=1 << 44
+    )
+    kv_cache_onboard_blocks: bool = _field(True, "use the host memory of the KV cache")
+    kv_tiering: bool = _field(
+        False,
+        "copy KV to the host ahead of need and bring it back before it is due; only engines that "
+        "can be told to (off = TensorRT-LLM's rules: a copy when the device block is wanted)",
+    )
+    kv_event_buffer_max_size: int = _field(
+        16384,
+        "KV events kept for the runtime's mirror of the cache (0 = work from an estimate)",
+        low=0,
+        high=1 << 24,
+    )
     # scheduling
     scheduling_policy: str = _field(
         "tokenflow", "who runs, who is paused", choices=("tokenflow", "fcfs-reserve")
@@ -86,6 +104,9 @@ class ServingConfig:
     plan_interval_s: float = _field(0.05, "time between two plans", low=0.001, high=10)
     min_quantum_s: float = _field(
         1.0, "time a stream runs at least between two pauses", low=0, high=60
+    )
+    anticipate_arrivals: bool = _field(
+        True, "make room for the arrivals that their moving averages announce"
     )
     lease_tokens: int = _field(
         0,
@@ -165,7 +186,14 @@ class ServingConfig:
             kv_cache_config=KvCacheConfig(
                 enable_block_reuse=self.enable_kv_cache_reuse,
                 max_tokens=self.max_tokens_in_paged_kv_cache,
+                host_cache_size=self.kv_cache_host_memory_bytes,
+                onboard_blocks=self.kv_cache_onboard_blocks,
+                secondary_offload_min_priority=OFFLOAD_MIN_PRIORITY,
+                event_buffer_max_size=(
+                    self.kv_event_buffer_max_size if self.enable_kv_cache_reuse else 0
+                ),
             ),
+            kv_tiering=self.kv_tiering,
             enable_chunked_context=self.enable_chunked_context,
             max_batch_size=self.max_batch_size,
             max_num_tokens=self.max_num_tokens,

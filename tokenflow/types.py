@@ -125,6 +125,10 @@ class CostEstimate:
     pause_s: measured round trip of a pause, from cancel to the final response.
     resume_s: measured time from enqueue to the first token of a resume whose KV was kept.
     plan_interval_s: time between two plans.
+    offload_block_s, onboard_block_s: copying one block to the host and back; 0 where there is no
+        host tier or none was copied yet.
+    copy_wait_share: share of the time of copies for which the steps waited: all of it by
+        TensorRT-LLM's rules, next to nothing where copies run beside the steps.
     """
 
     prefill_tokens_per_s: float
@@ -134,6 +138,9 @@ class CostEstimate:
     pause_s: float
     resume_s: float
     plan_interval_s: float
+    offload_block_s: float = 0.0
+    onboard_block_s: float = 0.0
+    copy_wait_share: float = 1.0
 
     def step_s(self, num_sequences: int, num_context_tokens: float) -> float:
         """Seconds of a decode step of `num_sequences` that read `num_context_tokens` of KV."""
@@ -164,6 +171,9 @@ class SessionColumns:
     num_blocks_final: blocks at its full length.
     num_resume_tokens: tokens a resume would compute, given what is still cached (1 = all kept);
         the prompt for a session that waits.
+    num_host_blocks: blocks that a resume would bring back from the host tier.
+    num_copied_blocks: leading blocks of a session in the engine that have a copy on the host, so
+        that a pause frees them without one (only with KvTiering).
     """
 
     slot: IntArray
@@ -186,6 +196,8 @@ class SessionColumns:
     num_blocks_final: IntArray
     num_resume_tokens: IntArray
     num_pauses: IntArray
+    num_host_blocks: IntArray
+    num_copied_blocks: IntArray
 
     def __len__(self) -> int:
         return len(self.slot)
@@ -194,13 +206,34 @@ class SessionColumns:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvView:
     """The engine's room. num_free_blocks: the pool less what sessions in the engine hold
-    (`num_blocks_held`), those that are PAUSING included; cached blocks count as free."""
+    (`num_blocks_held`), those that are PAUSING included; cached blocks count as free.
+
+    num_host_blocks: size of the host tier. has_tiering: blocks can be copied ahead of need
+    (`kv_api.KvTiering`).
+    """
 
     capacity_policy: CapacitySchedulerPolicy
     tokens_per_block: int
     num_total_blocks: int
     num_free_blocks: int
     max_batch_size: int
+    num_host_blocks: int = 0
+    has_tiering: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrivalEstimate:
+    """What the moving averages of arrivals say (arrivals.py).
+
+    short_rate, long_rate: arrivals/s over the last few and over many seconds.
+    blocks_per_arrival: blocks that one needs to start, mean of the recent ones.
+    burst: True while the short average stands out from the long one.
+    """
+
+    short_rate: float = 0.0
+    long_rate: float = 0.0
+    blocks_per_arrival: float = 0.0
+    burst: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,12 +244,18 @@ class Snapshot:
     sessions: SessionColumns
     kv: KvView
     costs: CostEstimate
+    arrivals: ArrivalEstimate = ArrivalEstimate()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What to do now, as slots, in the order to apply: pause first, then resume, then admit.
+    """What to do now, as slots, in the order to apply: pause first, then recompute, then resume,
+    admit, prefetch and offload.
 
+    recompute: those of `resume` whose blocks on the host are given up, because computing them is
+        faster than loading.
+    prefetch: paused ones whose blocks on the host are wanted on the device.
+    offload: (slot, blocks) of running ones, so many of their oldest blocks are copied to the host.
     forced: those of `pause` taken against their slack because the pool would have run out.
     why: one short reason per slot named above, for traces and tests.
     """
@@ -225,10 +264,13 @@ class Decision:
     resume: tuple[int, ...] = ()
     admit: tuple[int, ...] = ()
     forced: tuple[int, ...] = ()
+    recompute: tuple[int, ...] = ()
+    prefetch: tuple[int, ...] = ()
+    offload: tuple[tuple[int, int], ...] = ()
     why: dict[int, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.pause or self.resume or self.admit)
+        return bool(self.pause or self.resume or self.admit or self.prefetch or self.offload)
 
 
 def end_reason(reason: FinishReason) -> EndReason:

@@ -15,9 +15,11 @@ from tokenflow.executor.api import (
     Response,
     SchedulerConfig,
 )
+from tokenflow.executor.kv_api import KvTierStats
 from tokenflow.inflight.batcher import InflightBatcher
-from tokenflow.inflight.scripted_runner import ScriptedRunner
+from tokenflow.inflight.scripted_runner import KV_BYTES_PER_TOKEN, ScriptedRunner
 from tokenflow.inflight.scripts import Script, pseudo_random
+from tokenflow.inflight.tiering import EngineTiering
 
 VOCAB = 97
 GUARANTEED = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
@@ -33,8 +35,14 @@ def executor_config(
     max_seq_len: int = 128,
     policy: CapacitySchedulerPolicy = GUARANTEED,
     chunked: bool = True,
+    num_host_blocks: int = 0,
+    kv_tiering: bool = False,
+    overlap_copies: bool = True,
+    max_blocks_in_flight: int = 1000,
     **kv: object,
 ) -> ExecutorConfig:
+    block_bytes = tokens_per_block * KV_BYTES_PER_TOKEN
+    kv.setdefault("host_cache_size", num_host_blocks * block_bytes)
     return ExecutorConfig(
         scheduler_config=SchedulerConfig(capacity_scheduler_policy=policy),
         kv_cache_config=KvCacheConfig(max_tokens=num_blocks * tokens_per_block, **kv),
@@ -43,6 +51,9 @@ def executor_config(
         max_num_tokens=max_num_tokens,
         tokens_per_block=tokens_per_block,
         max_seq_len=max_seq_len,
+        kv_tiering=kv_tiering,
+        overlap_copies=overlap_copies,
+        max_copy_bytes_in_flight=max_blocks_in_flight * block_bytes,
     )
 
 
@@ -81,16 +92,23 @@ class Output:
 
 
 class Driver:
-    """Steps a batcher and keeps what came out, checking the pool after each step."""
+    """Steps a batcher and keeps what came out, checking the pool after each step, or after each
+    `check_every` of them."""
 
     def __init__(
-        self, config: ExecutorConfig, script: Script | None = None, runner: object = None
+        self,
+        config: ExecutorConfig,
+        script: Script | None = None,
+        runner: object = None,
+        check_every: int = 1,
     ) -> None:
         self.runner = runner or ScriptedRunner(script or pseudo_random(VOCAB), VOCAB)
         self.batcher = InflightBatcher(self.runner, config)
         self.outputs: dict[int, Output] = {}
         self.stats: list[IterationStats] = []
         self.now = 0.0
+        self.num_steps = 0
+        self._check_every = check_every
         self._next_id = 1
 
     def enqueue(self, prompt, max_tokens=4, **fields) -> int:
@@ -101,6 +119,16 @@ class Driver:
 
     def cancel(self, request_id: int) -> None:
         self.batcher.cancel(request_id)
+
+    @property
+    def tiering(self) -> EngineTiering:
+        """KV commands for the next step; `locate` is the batcher's `kv.locate`."""
+        return EngineTiering(self.batcher.command)
+
+    @property
+    def tier_stats(self) -> KvTierStats:
+        """Both tiers now."""
+        return self.batcher.kv.tier_stats()
 
     def step(self, during=None) -> list[Response]:
         """One iteration; `during` is called while the runner computes."""
@@ -115,7 +143,9 @@ class Driver:
             self.stats.append(result.stats)
         for response in responses:
             self.outputs[response.request_id].add(response)
-        self.batcher.check_integrity()
+        self.num_steps += 1
+        if self.num_steps % self._check_every == 0:
+            self.batcher.check_integrity()
         return responses
 
     def run(self, max_steps: int = 10_000) -> None:

@@ -17,10 +17,16 @@ from tokenflow.inflight.torch_runner import TorchRunner
 class Blocks:
     """Hands out block ids in random order; every block holds rubbish first."""
 
-    def __init__(self, runner: TorchRunner, num_blocks: int, tokens_per_block: int) -> None:
+    def __init__(
+        self,
+        runner: TorchRunner,
+        num_blocks: int,
+        tokens_per_block: int,
+        num_host_blocks: int = 0,
+    ) -> None:
         self.tokens_per_block = tokens_per_block
         self.free = list(range(num_blocks))
-        runner.allocate_kv(num_blocks, tokens_per_block)
+        runner.allocate_kv(num_blocks, tokens_per_block, num_host_blocks)
         rubbish = [5 + i % 50 for i in range(num_blocks * tokens_per_block)]
         runner.logits([SequenceChunk(-1, rubbish, 0, self.free, False, 0)])
         random.Random(3).shuffle(self.free)

@@ -162,7 +162,7 @@ def test_a_pool_that_memory_cannot_hold_is_a_capacity_error(
 ) -> None:
     runner = TorchRunner(tiny_model("llama"), num_threads=1)
     with pytest.raises(CapacityError, match="no memory for a KV pool"):
-        runner.allocate_kv(1 << 40, 32)
+        runner.allocate_kv(1 << 40, 32, 0)
 
 
 def test_logits_that_are_not_finite_fail_the_step(

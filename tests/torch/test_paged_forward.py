@@ -113,7 +113,7 @@ def test_smollm_shared_and_copied_blocks_equal_dense(smollm_path: Path) -> None:
 
 def test_a_fresh_pool_pads_with_finite_values(tiny_model: Callable[[str], Path]) -> None:
     runner, dense = _runner(tiny_model("llama")), _dense(tiny_model("llama"))
-    runner.allocate_kv(4, 8)
+    runner.allocate_kv(4, 8, 0)
     token_ids = _tokens(0, 4, runner.vocab_size)
     prefill = runner.logits([SequenceChunk(0, token_ids[:3], 0, [2], True, 0)])
     decode = runner.logits([SequenceChunk(0, token_ids[3:], 3, [2], True, 1)])

@@ -30,9 +30,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import msgspec
+
+from tokenflow.executor.kv_api import KVCacheEventManager, KvTiering, KvTierStats
 
 
 class FinishReason(enum.IntEnum):
@@ -54,11 +56,14 @@ class CapacitySchedulerPolicy(enum.IntEnum):
 
 
 class KvCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """KV pool of the engine.
+    """KV pools of the engine.
 
     max_tokens: size of the device pool in tokens (rounded down to whole blocks).
-    host_cache_size: bytes of host memory behind the device pool; the embedded engine refuses a
-    non-zero value as long as it has one tier.
+    host_cache_size: bytes of host memory behind the device pool (rounded down to whole blocks).
+    onboard_blocks: whether the host tier is used at all.
+    secondary_offload_min_priority: retention priority from which a block whose device block is
+        wanted is worth a host block; None = 30. Set it explicitly: TensorRT-LLM's own texts differ.
+    event_buffer_max_size: KV events kept for a reader; 0 = none are made.
     """
 
     enable_block_reuse: bool = True
@@ -80,7 +85,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Engine limits. `tokens_per_block` and `max_seq_len` belong to the built engine in
-    TensorRT-LLM; the embedded engine has no build step, so they are given here."""
+    TensorRT-LLM; the embedded engine has no build step, so they are given here.
+
+    Ours: kv_tiering, the host tier is driven from above (`kv_api.KvTiering`) and keeps its copies;
+    overlap_copies, those copies run beside the steps; max_copy_bytes_in_flight, their bound.
+    """
 
     scheduler_config: SchedulerConfig = SchedulerConfig()
     kv_cache_config: KvCacheConfig = KvCacheConfig()
@@ -91,6 +100,9 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queue_size: int | None = None
     tokens_per_block: int = 32
     max_seq_len: int = 2048
+    kv_tiering: bool = False
+    overlap_copies: bool = True
+    max_copy_bytes_in_flight: int = 256 << 20
 
     @property
     def max_input_len(self) -> int:
@@ -202,10 +214,12 @@ class RequestPerfMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """On the final response when `return_perf_metrics` was asked for.
 
     num_reused_tokens: tokens of the prompt not recomputed (ours; exact where blocks are partial).
+    num_onboarded_blocks: reused blocks that came from the host for this request (ours).
     """
 
     kv_cache_metrics: KvCacheMetrics = KvCacheMetrics()
     num_reused_tokens: int = 0
+    num_onboarded_blocks: int = 0
     first_iter: int | None = None
     last_iter: int | None = None
 
@@ -256,8 +270,9 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvCacheStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Pool figures. free_num_blocks counts unreferenced device blocks, cached ones included;
-    alloc/reused/missed are cumulative since start."""
+    """Pool figures, as TensorRT-LLM counts them: max_num_blocks is both tiers together,
+    free_num_blocks the unreferenced device blocks, cached ones included, and used_num_blocks the
+    difference, so it always includes the whole host tier. alloc/reused/missed are cumulative."""
 
     max_num_blocks: int
     free_num_blocks: int
@@ -287,6 +302,7 @@ class IterationStats(msgspec.Struct, frozen=True, kw_only=True):
 
     end_time: instant (CLOCK_MONOTONIC, s) at which the iteration ended (ours).
     num_gen_context_tokens: KV tokens read by the generating requests (ours; 0 = unknown).
+    kv_tier_stats: both KV tiers (ours; None = unknown).
     """
 
     iter: int
@@ -299,6 +315,7 @@ class IterationStats(msgspec.Struct, frozen=True, kw_only=True):
     inflight_batching_stats: InflightBatchingStats
     end_time: float = 0.0
     num_gen_context_tokens: int = 0
+    kv_tier_stats: KvTierStats | None = None
 
 
 @runtime_checkable
@@ -335,8 +352,12 @@ class Executor(Protocol):
         """False after shutdown, on non-leader ranks, or when the engine is lost."""
         ...
 
-    def get_kv_cache_event_manager(self) -> Any | None:
+    def get_kv_cache_event_manager(self) -> KVCacheEventManager | None:
         """The KV event source, or None where the engine has none."""
+        ...
+
+    def get_kv_tiering(self) -> KvTiering | None:
+        """What moves KV between tiers on demand (ours), or None where the engine does not."""
         ...
 
     def shutdown(self) -> None:

@@ -2,22 +2,22 @@
 
 Owns the engine's limits. A configuration that cannot be served is a ConfigError. A refused request
 ends in an error response (see batcher.py), never in an exception at enqueue, as in TensorRT-LLM.
-What this engine cannot do is refused by name. Accepted without effect, because they are hints or
-have no meaning here:
-`kv_cache_retention_config` (one tier, plain LRU), `pad_id` (no padded tensors),
-`kv_cache_config.onboard_blocks` and `.secondary_offload_min_priority` (no second tier).
+What this engine cannot do is refused by name. Accepted without effect, because it has no meaning
+here: `pad_id` (no padded tensors).
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
+from datetime import timedelta
 
 from tokenflow.errors import CapacityError, ConfigError, InvalidRequestError
 from tokenflow.executor.api import (
     CapacitySchedulerPolicy,
     ExecutorConfig,
-    KvCacheConfig,
+    KvCacheRetentionConfig,
     Request,
     SamplingConfig,
 )
@@ -40,23 +40,6 @@ def check_engine_limits(config: ExecutorConfig) -> None:
     ):
         if getattr(config, name) < low:
             raise ConfigError(name, f"must be >= {low}, got {getattr(config, name)}")
-
-
-def num_pool_blocks(config: KvCacheConfig, tokens_per_block: int) -> int:
-    """Blocks of the device pool; raises ConfigError for a pool that this engine cannot have."""
-    if config.max_tokens is None:
-        raise ConfigError("kv_cache_config.max_tokens", "the embedded engine needs its pool size")
-    if config.free_gpu_memory_fraction is not None:
-        raise ConfigError("kv_cache_config.free_gpu_memory_fraction", "use max_tokens instead")
-    if config.host_cache_size:
-        raise ConfigError("kv_cache_config.host_cache_size", "the embedded engine has one KV tier")
-    if config.event_buffer_max_size:
-        raise ConfigError("kv_cache_config.event_buffer_max_size", "no KV events in this engine")
-    if config.max_tokens < tokens_per_block:
-        raise ConfigError(
-            "kv_cache_config.max_tokens", f"holds no block of {tokens_per_block} tokens"
-        )
-    return config.max_tokens // tokens_per_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +75,7 @@ def admitted_max_tokens(request: Request, limits: AdmissionLimits) -> int:
     if math.isnan(request.priority):
         raise InvalidRequestError("priority", "must be a number")
     _check_sampling(request.sampling_config, limits.vocab_size)
+    _check_retention(request.kv_cache_retention_config)
     max_tokens = min(request.max_tokens, limits.config.max_seq_len - num_input_tokens)
     _check_blocks(num_input_tokens, max_tokens, limits)
     return max_tokens
@@ -171,6 +155,28 @@ def _check_sampling(sampling: SamplingConfig, vocab_size: int) -> None:
         require("top_p_decay", s.top_p_decay in (None, 1.0), "needs a top_p that decays")
         require("top_p_min", s.top_p_min is None, "needs a top_p that decays")
         require("top_p_reset_ids", s.top_p_reset_ids is None, "needs a top_p that decays")
+
+
+def _check_retention(config: KvCacheRetentionConfig | None) -> None:
+    """Ranges must not overlap; priorities are in [0, 100]; durations are not negative."""
+    if config is None:
+        return
+    parts = config.token_range_retention_configs
+    priorities = [config.decode_retention_priority, *(part.priority for part in parts)]
+    if not all(0 <= priority <= 100 for priority in priorities):
+        raise InvalidRequestError("kv_cache_retention_config", "priorities must be in [0, 100]")
+    durations = [config.decode_duration_ms, *(part.duration_ms for part in parts)]
+    if any(duration is not None and duration < timedelta(0) for duration in durations):
+        raise InvalidRequestError("kv_cache_retention_config", "durations must be >= 0")
+    end = 0
+    for part in sorted(parts, key=lambda part: part.token_start):
+        if part.token_start < end:
+            raise InvalidRequestError(
+                "kv_cache_retention_config", "token ranges must not overlap or be negative"
+            )
+        if part.token_end is not None and part.token_end <= part.token_start:
+            raise InvalidRequestError("kv_cache_retention_config", "a token range is empty")
+        end = sys.maxsize if part.token_end is None else part.token_end
 
 
 def _is_float32(value: float) -> bool:

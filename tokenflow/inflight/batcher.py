@@ -3,8 +3,9 @@
 Owns the waiting queue, the active list and the order of an iteration (TensorRT-LLM's, for a step
 that runs synchronously):
 
-    begin_step   boundary: cancels, new requests, capacity, choice of tokens
-    forward      the runner computes; cancels and requests may be handed in meanwhile
+    begin_step   boundary: cancels, KV commands, new requests, capacity, choice of tokens
+    forward      the copies that the step needs, then the runner computes; cancels and requests may
+                 be handed in meanwhile
     finish_step  boundary: sampled tokens, natural ends, cancels, responses, statistics
 
 Cancels are taken at both boundaries, so `cancel(a)` then `enqueue(b)` at any moment gives b the
@@ -19,7 +20,8 @@ even while the batch is full. Waiting requests become active while there are few
 `max_batch_size`, and beyond that if their priority exceeds the lowest active one.
 
 If the runner fails, every active request gets an error response and its blocks are freed without
-being stored; what waits goes on. Each request gets exactly one final response. How many
+being stored; what waits goes on. If only a copy between the KV tiers fails, those who needed it
+start again and compute what was lost. Each request gets exactly one final response. How many
 steps failed in a row is counted here; what follows from it is the executor's business.
 """
 
@@ -45,16 +47,19 @@ from tokenflow.inflight.admission import (
 from tokenflow.inflight.capacity import capacity_policy
 from tokenflow.inflight.iteration import Iteration
 from tokenflow.inflight.kv_cache import KvCacheManager
+from tokenflow.inflight.pools import allocate_pools, num_pool_blocks
 from tokenflow.inflight.responses import cancelled_response, error_response, result_response
 from tokenflow.inflight.runner import Runner, SequenceChunk
 from tokenflow.inflight.sequence import SequenceState
+from tokenflow.inflight.tiering import KvCommand
 from tokenflow.inflight.token_budget import PlannedChunk, TokenBudget
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step produced. There are `stats` for each step with active requests and for the one
-    after the last of them; request counts are those during the step, KV figures those at its end.
+    """What a step produced. There are `stats` for each step with active requests, for the one after
+    the last of them, and for one that carried out KV commands; request counts are those during the
+    step, KV figures those at its end.
     """
 
     responses: list[Response]
@@ -65,6 +70,7 @@ class InflightBatcher:
     """Drives a runner. Not thread-safe; `enqueue` and `cancel` may be called at any moment between
     the phases of a step, by the thread that runs it.
 
+    num_host_blocks, block_bytes: blocks of the host pool, and bytes of one block.
     num_failed_steps: steps that the runner failed since the last one that it computed.
     last_failure: what the last of them said.
     """
@@ -76,11 +82,15 @@ class InflightBatcher:
         self._config = config
         self._budget = TokenBudget.of(config)
         self._capacity = capacity_policy(config.scheduler_config.capacity_scheduler_policy)
-        self.kv = KvCacheManager(config.kv_cache_config, config.tokens_per_block)
-        self._limits = AdmissionLimits(config, runner.vocab_size, self.kv.num_total_blocks)
-        runner.allocate_kv(self.kv.num_total_blocks, config.tokens_per_block)
+        num_blocks = num_pool_blocks(config.kv_cache_config, config.tokens_per_block)
+        host = allocate_pools(runner, config, num_blocks)
+        self.block_bytes = runner.kv_block_bytes(config.tokens_per_block)
+        self.num_host_blocks = host.num_blocks if host else 0
+        self.kv = KvCacheManager(config.kv_cache_config, config.tokens_per_block, host)
+        self._limits = AdmissionLimits(config, runner.vocab_size, num_blocks)
         self._new: list[tuple[int, Request]] = []
         self._cancels: dict[int, None] = {}
+        self._kv_commands: list[KvCommand] = []
         self._waiting: list[SequenceState] = []
         self._active: list[SequenceState] = []
         self._live_ids: set[int] = set()
@@ -106,7 +116,9 @@ class InflightBatcher:
     @property
     def has_work(self) -> bool:
         """False when a step would do nothing."""
-        return bool(self._new or self._waiting or self._active or self._last_num_active)
+        return bool(
+            self._new or self._waiting or self._active or self._last_num_active or self._kv_commands
+        )
 
     def enqueue(self, request_id: int, request: Request) -> None:
         """Queue a request; ids must be unique over the batcher's life."""
@@ -117,6 +129,10 @@ class InflightBatcher:
         """Ask for the end of a request; unknown and finished ids are ignored."""
         if request_id in self._live_ids:
             self._cancels[request_id] = None
+
+    def command(self, command: KvCommand) -> None:
+        """Carry out `command` at the next `begin_step`."""
+        self._kv_commands.append(command)
 
     def drop_queued(self) -> None:
         """Forget everything that is not active, without responses (shutdown)."""
@@ -132,8 +148,13 @@ class InflightBatcher:
             raise InternalError("begin_step called twice")
         responses = self._admit_new()
         responses += self._take_cancels()
+        self.kv.begin(now)
+        commands, self._kv_commands = self._kv_commands, []
+        for command in commands:
+            command(self.kv)
         self._fetch()
         iteration = Iteration(now)
+        iteration.has_commands = bool(commands)
         iteration.num_paused = self._capacity.schedule(
             self._active, self.kv, self._config.max_batch_size
         )
@@ -148,16 +169,25 @@ class InflightBatcher:
     def forward(self) -> None:
         """Compute the step on the runner. Its failure is kept for `finish_step`."""
         iteration = self._current()
-        if not iteration.chunks:
-            return
         try:
-            copies = self.kv.take_copies()
-            if copies:
-                self._runner.copy_blocks(copies)
+            failure = self.kv.run_moves(self._runner.copy_blocks)
+            if failure is not None:
+                raise failure
+            self._restart_damaged(iteration)
+            if not iteration.chunks:
+                return
             output = self._runner.forward([self._runner_chunk(c) for c in iteration.chunks])
             iteration.set_output(output, self._runner.vocab_size)
         except Exception as error:
             iteration.failure = f"Encountered an error in forward function: {error}"
+
+    def _restart_damaged(self, iteration: Iteration) -> None:
+        """Whose KV did not arrive from the host is started anew in the next step."""
+        damaged = self.kv.take_damaged()
+        for sequence in [s for s in self._active if s.blocks in damaged]:
+            sequence.stop(self.kv, keep=False)
+            iteration.drop(sequence)
+        self.kv.forget_bad()
 
     def finish_step(self, now: float) -> StepResult:
         """Second boundary at instant `now`: takes the sampled tokens and returns the responses."""
@@ -167,19 +197,39 @@ class InflightBatcher:
             self.num_failed_steps += 1
             self.last_failure = iteration.failure
             responses = self._fail_active(iteration.failure)
+            self.kv.take_damaged()
+            self.kv.forget_bad()
         else:
             if iteration.chunks:
                 self.num_failed_steps = 0
             responses = self._update(iteration)
+        self.kv.begin(now)
         stats = None
-        if iteration.num_active or self._last_num_active:
-            stats = iteration.stats(
-                now, self._iter, self._num_completed, self._config.max_batch_size, self.kv.stats()
-            )
-            self._iter += 1
-            self._num_completed = 0
+        if iteration.num_active or self._last_num_active or iteration.has_commands:
+            stats = self._stats(iteration, now)
         self._last_num_active = iteration.num_active
         return StepResult(responses, stats)
+
+    def poll(self, now: float) -> IterationStats | None:
+        """Between steps, while nothing is to be computed: see to copies that still run. Returns
+        statistics once the last of them is done."""
+        self.kv.begin(now)
+        return None if self.kv.has_flights else self._stats(Iteration(now), now)
+
+    def _stats(self, iteration: Iteration, now: float) -> IterationStats:
+        stats = iteration.stats(
+            now,
+            self._iter,
+            self._num_completed,
+            self._config.max_batch_size,
+            self.kv.stats(),
+            self.kv.tier_stats(),
+        )
+        self._iter += 1
+        self._num_completed = 0
+        if self.kv.events is not None:
+            self.kv.events.flush()
+        return stats
 
     def step(self, now: float) -> StepResult:
         """A whole iteration that takes no time; its responses include those of `begin_step`."""

@@ -28,35 +28,45 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 from tokenflow.clock import Clock, MonotonicClock
 from tokenflow.errors import EngineLostError
 from tokenflow.executor.api import ExecutorConfig, IterationStats, Request, Response
+from tokenflow.executor.kv_api import KVCacheEventManager, KvTiering
 from tokenflow.inflight.batcher import InflightBatcher
 from tokenflow.inflight.responses import error_response
 from tokenflow.inflight.runner import Runner
+from tokenflow.inflight.tiering import EngineTiering, KvCommand
 
 logger = logging.getLogger("tokenflow")
 
 MAX_FAILED_STEPS = 3
 
+_POLL_FLIGHTS_S = 0.002
+"""An idle engine looks so often for the end of copies; beside steps it looks at each."""
+
 
 class InflightExecutor:
     """Implements `executor.api.Executor` on a runner.
 
-    The runner is used by the constructor (KV pool) and from then on by the engine's thread only.
+    The runner is used by the constructor (KV pools) and from then on by the engine's thread only.
+    num_host_blocks, block_bytes: blocks of the host pool, and bytes of one block.
     Raises ConfigError for a configuration that this engine cannot serve.
     """
 
     def __init__(self, runner: Runner, config: ExecutorConfig, clock: Clock | None = None) -> None:
         self._clock = clock or MonotonicClock()
         self._batcher = InflightBatcher(runner, config)
+        self._transport = runner.transport if self._batcher.num_host_blocks else None
+        self.num_host_blocks = self._batcher.num_host_blocks
+        self.block_bytes = self._batcher.block_bytes
+        self._events = self._batcher.kv.events
+        self._tiering = EngineTiering(self._post_command) if config.kv_tiering else None
         self._max_queue_size = config.max_queue_size
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._ready = threading.Condition(self._lock)
-        self._inbox: deque[tuple[int, Request | None]] = deque()
+        self._inbox: deque[tuple[int, Request | None] | KvCommand] = deque()
         self._live: dict[int, Request] = {}
         self._cancelled: set[int] = set()
         self._num_queued = 0
@@ -134,9 +144,13 @@ class InflightExecutor:
         with self._lock:
             return not self._is_shutdown and self._failure is None
 
-    def get_kv_cache_event_manager(self) -> Any | None:
-        """None: this engine has no KV events."""
-        return None
+    def get_kv_cache_event_manager(self) -> KVCacheEventManager | None:
+        """See Executor."""
+        return self._events
+
+    def get_kv_tiering(self) -> KvTiering | None:
+        """See Executor."""
+        return self._tiering
 
     def shutdown(self) -> None:
         """See Executor. Returns when the engine's thread has ended."""
@@ -160,7 +174,9 @@ class InflightExecutor:
             logger.exception("the engine failed")
             self._fail(repr(error))
         finally:
-            del self._batcher  # only this thread uses it
+            if self._transport is not None:
+                self._transport.close()
+            del self._batcher, self._transport  # only this thread uses them
 
     def _step_until_end(self) -> None:
         """Step while there is work, until shutdown or until the runner fails again and again."""
@@ -180,27 +196,49 @@ class InflightExecutor:
 
     def _wait_for_work(self) -> bool:
         """Sleep until there is something to do; False when the thread has to end."""
-        with self._lock:
-            self._work.wait_for(lambda: self._inbox or self._is_shutdown or self._batcher.has_work)
-            stopping = self._is_shutdown
+        while True:
+            poll_s = _POLL_FLIGHTS_S if self._batcher.kv.has_flights else None
+            with self._lock:
+                due = self._work.wait_for(self._has_work, poll_s)
+                stopping = self._is_shutdown
+            if due:
+                break
+            stats = self._batcher.poll(self._clock.now())
+            if stats is not None:
+                self._publish([], stats)
         self._take_inbox()
         if stopping:
             self._batcher.drop_queued()
             return self._batcher.num_active > 0
         return True
 
+    def _has_work(self) -> bool:
+        return bool(self._inbox) or self._is_shutdown or self._batcher.has_work
+
+    def _post_command(self, command: KvCommand) -> None:
+        """Commands are hints: after the end of the engine they are left out."""
+        with self._lock:
+            self._check_running()
+            if self._failure is None:
+                self._inbox.append(command)
+                self._work.notify()
+
     def _take_inbox(self) -> None:
         with self._lock:
             inbox, self._inbox = self._inbox, deque()
-        for request_id, request in inbox:
-            if request is None:
-                self._batcher.cancel(request_id)
+        for item in inbox:
+            if not isinstance(item, tuple):
+                self._batcher.command(item)
+            elif item[1] is None:
+                self._batcher.cancel(item[0])
             else:
-                self._batcher.enqueue(request_id, request)
+                self._batcher.enqueue(item[0], item[1])
 
     def _publish(self, responses: list[Response], stats: IterationStats | None) -> None:
         with self._lock:
-            num_undelivered = sum(request is not None for _, request in self._inbox)
+            num_undelivered = sum(
+                isinstance(item, tuple) and item[1] is not None for item in self._inbox
+            )
             self._num_queued = self._batcher.num_queued + num_undelivered
             if stats is not None:
                 self._stats.append(stats)

@@ -11,18 +11,25 @@ from dataclasses import dataclass, field
 
 from tokenflow.errors import InternalError
 from tokenflow.executor.api import InflightBatchingStats, IterationStats, KvCacheStats
+from tokenflow.executor.kv_api import KvTierStats
 from tokenflow.inflight.runner import StepOutput
+from tokenflow.inflight.sequence import SequenceState
 from tokenflow.inflight.token_budget import PlannedChunk
 
 
 @dataclass(slots=True)
 class Iteration:
-    """The iteration under way. failure: the message for every active request, if it failed."""
+    """The iteration under way.
+
+    has_commands: KV commands were carried out at its beginning.
+    failure: the message for every active request, if it failed.
+    """
 
     start_time: float
     num_active: int = 0
     num_queued: int = 0
     num_paused: int = 0
+    has_commands: bool = False
     chunks: list[PlannedChunk] = field(default_factory=list)
     output: StepOutput | None = None
     failure: str | None = None
@@ -40,6 +47,10 @@ class Iteration:
             raise InternalError("the runner sampled a token outside its vocabulary")
         self.output = output
 
+    def drop(self, sequence: SequenceState) -> None:
+        """Leave out the chunk of a sequence that is not computed after all."""
+        self.chunks = [chunk for chunk in self.chunks if chunk.sequence is not sequence]
+
     def stats(
         self,
         end_time: float,
@@ -47,6 +58,7 @@ class Iteration:
         num_completed: int,
         max_batch_size: int,
         kv: KvCacheStats,
+        tiers: KvTierStats,
     ) -> IterationStats:
         """The entry of this iteration, which ended at `end_time`."""
         context = [chunk for chunk in self.chunks if chunk.is_context]
@@ -68,4 +80,5 @@ class Iteration:
             ),
             end_time=end_time,
             num_gen_context_tokens=sum(chunk.end for chunk in generating),
+            kv_tier_stats=tiers,
         )

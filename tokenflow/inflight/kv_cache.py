@@ -1,13 +1,13 @@
-"""Paged KV bookkeeping over one device tier: who uses which block, and what can be reused.
+"""Paged KV bookkeeping: who uses which block, and what can be reused.
 
-Owns the free slots, the reference counts and the reuse tree (reuse_tree.py). Moves no data: block
-copies are handed to the runner through `take_copies`, in the order in which they must run, before
-anything else is computed. Because every copy reads what the block held when it was recorded, a
-source may be given away afterwards.
+Owns the sequences and the reference counts. What can be found is in block_store.py; where a block
+lies, on the device or on the host, and who gives up its place is tiers.py's. Moves no data: copies
+are recorded and made by `run_moves`, before anything else is computed; because every copy reads
+what the block held when it was recorded, a source may be given away afterwards.
 
-A block is *used* (referenced by a sequence), *cached* (unreferenced, findable) or *free*; the three
-always add up to the pool, and every cached block can be had by evicting leaves, so
-`num_free_blocks = cached + free` blocks can always be allocated.
+A device block is *used* (referenced by a sequence), *cached* (unreferenced, findable), *in transit*
+(the target of a copy beside the steps) or *free*; together they are the pool, and all but the used
+ones can be allocated: `num_free_blocks`.
 
 What is stored for reuse (TensorRT-LLM, restated): a block as soon as it is full and computed, and
 at the end of a sequence (finish, cancel, internal pause) everything computed, partial last block
@@ -15,10 +15,7 @@ included. Never more than was computed: a cancel in mid-prefill stores only the 
 1.2 line of TensorRT-LLM stores the rest as well, and later reads garbage). The KV of the last
 sampled token does not exist, so it is never stored. After a failed step nothing more is stored.
 
-Three departures, all in what is kept and never in what is correct:
-- What was cut short is evicted after everything that has ended: if it was a pause, it is needed
-  again for certain. A client's cancel looks the same from here and is kept as long, oldest first.
-  TensorRT-LLM evicts both by retention priority, then by last use.
+Two departures, both in what is kept and never in what is correct:
 - A partly matching unreferenced leaf is taken over in place only if what it holds beyond the match
   is what the new sequence computes anyway, or if no other block is left; otherwise it is copied.
   TensorRT-LLM always takes it over, which would ruin the cached tail of a paused stream as soon as
@@ -29,52 +26,55 @@ Three departures, all in what is kept and never in what is correct:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
 
-from tokenflow.errors import InternalError
-from tokenflow.executor.api import KvCacheConfig, KvCacheMetrics, KvCacheStats
-from tokenflow.inflight.admission import num_pool_blocks
-from tokenflow.inflight.reuse_tree import Block, EvictionQueue, Match, ReuseTree, TreeNode
+from tokenflow.executor.api import (
+    KvCacheConfig,
+    KvCacheMetrics,
+    KvCacheRetentionConfig,
+    KvCacheStats,
+)
+from tokenflow.executor.kv_api import KvLocation, KvTierStats
+from tokenflow.inflight.block_store import BlockStore, SequenceBlocks
+from tokenflow.inflight.kv_events import KvEvents
+from tokenflow.inflight.kv_integrity import check_blocks
+from tokenflow.inflight.pools import num_pool_blocks
+from tokenflow.inflight.retention import Expiry, mark_decode_block, mark_prompt_block
+from tokenflow.inflight.reuse_tree import Block, Match
 from tokenflow.inflight.runner import BlockCopy
+from tokenflow.inflight.tiers import BlockTiers, HostTier
 
-_TO_BE_CONTINUED = 1 << 48
-"""Added to the tick of what was cut short: it is evicted after everything that has ended."""
-
-
-@dataclass(eq=False, slots=True)
-class SequenceBlocks:
-    """The blocks of one sequence, in order.
-
-    num_reused_tokens: tokens at the beginning whose KV was found at allocation.
-    num_stored: leading blocks that are in the tree, each under the one before it.
-    """
-
-    blocks: list[Block]
-    cache_salt_id: int | None
-    num_reused_tokens: int
-    num_stored: int
-    metrics: KvCacheMetrics
-
-    def slots(self, num_blocks: int) -> list[int]:
-        """Device block ids of the first `num_blocks` blocks."""
-        return [block.slot for block in self.blocks[:num_blocks]]
+_WANTED_S = 10.0
+"""What was brought back ahead of need and is not used for so long is like any other block again."""
 
 
 class KvCacheManager:
-    """Allocates, shares, stores and evicts blocks. Used from one thread."""
+    """Allocates, shares and stores blocks. Used from one thread."""
 
-    def __init__(self, config: KvCacheConfig, tokens_per_block: int) -> None:
-        """Raises ConfigError for a pool that this engine cannot have."""
+    def __init__(
+        self, config: KvCacheConfig, tokens_per_block: int, host: HostTier | None = None
+    ) -> None:
+        """host: the host pool; None = device only. Raises ConfigError for a device pool that this
+        engine cannot have."""
         self._config = config
         self.tokens_per_block = tokens_per_block
         self.num_total_blocks = num_pool_blocks(config, tokens_per_block)
         self.num_used_blocks = 0
-        self._free_slots = list(range(self.num_total_blocks - 1, -1, -1))
-        self._tree = ReuseTree(tokens_per_block)
-        self._evictable = EvictionQueue(self.num_total_blocks)
+        self.events: KvEvents | None = None
+        if config.event_buffer_max_size and config.enable_block_reuse:
+            num_host_blocks = host.num_blocks if host else 0
+            self.events = KvEvents(
+                config.event_buffer_max_size, self.num_total_blocks, num_host_blocks
+            )
+        self._store = BlockStore(config, tokens_per_block, self.events)
+        self._tiers = BlockTiers(self.num_total_blocks, host, self._store)
+        self._expiry = Expiry(self._on_priority)
         self._sequences: set[SequenceBlocks] = set()
-        self._copies: list[BlockCopy] = []
+        self._bad: list[Block] = []
+        self._damaged: set[SequenceBlocks] = set()
+        self._wanted: deque[tuple[float, list[Block]]] = deque()
+        self._now = 0.0
         self._tick = 0
         self._num_alloc_total = self._num_alloc_new = self._num_reused = self._num_missed = 0
 
@@ -83,35 +83,58 @@ class KvCacheManager:
         """Blocks that can be allocated now: unreferenced ones, cached ones included."""
         return self.num_total_blocks - self.num_used_blocks
 
+    @property
+    def has_flights(self) -> bool:
+        """True while copies run beside the steps."""
+        return self._tiers.has_flights
+
+    def begin(self, now: float) -> None:
+        """A boundary at instant `now`: copies that are complete count, retention may be over."""
+        self._now = now
+        self._expiry.refresh(now)
+        self._tiers.settle()
+        while self._wanted and self._wanted[0][0] < now - _WANTED_S:
+            for block in self._wanted.popleft()[1]:
+                block.is_wanted = False
+                self._tiers.offer(block)
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.tokens_per_block)
 
     def allocate(
-        self, token_ids: Sequence[int], cache_salt_id: int | None = None
+        self,
+        token_ids: Sequence[int],
+        cache_salt_id: int | None = None,
+        retention: KvCacheRetentionConfig | None = None,
     ) -> SequenceBlocks | None:
         """Blocks for all of `token_ids` (at least one), the beginning reused where it is cached.
 
         The last token is never looked up: it has to be computed for the next one to be sampled.
         Returns None when there is no room; then nothing has changed.
         """
-        match = self._match(token_ids, cache_salt_id)
+        match = self._match_landed(token_ids, cache_salt_id)
         num_blocks = self.num_blocks_for(len(token_ids))
         num_revived = sum(block.ref_count == 0 for block in match.blocks)
         if num_revived + num_blocks - len(match.blocks) > self.num_free_blocks:
             return None
         for block in match.blocks:
             self._acquire(block)
-        blocks = list(match.blocks)
         num_alloc_before = self._num_alloc_total
-        num_copied = 0
-        if match.partial is not None:
-            block = self._reuse_partly(match.partial, match.num_partial_tokens, token_ids, match)
-            num_copied = self._num_alloc_total - num_alloc_before
-            blocks.append(block)
+        num_onboarded = self._bring_back(match)
+        blocks = list(match.blocks)
+        num_copied, num_partial_tokens = num_onboarded, 0
+        if match.partial is not None and self._may_reuse(match.partial):
+            num_onboarded += match.partial.slot is None
+            before = self._num_alloc_total
+            blocks.append(self._reuse_partly(match.partial, match, token_ids))
+            num_copied += self._num_alloc_total - before
+            num_partial_tokens = match.num_partial_tokens
         num_reused = len(blocks)
         while len(blocks) < num_blocks:
             blocks.append(self._take())
+        for i, block in enumerate(blocks):
+            self._mark(block, i, retention)
         num_alloc = self._num_alloc_total - num_alloc_before
         self._num_reused += num_reused
         self._num_missed += num_blocks - num_reused
@@ -119,7 +142,9 @@ class KvCacheManager:
         sequence = SequenceBlocks(
             blocks,
             cache_salt_id,
-            len(match.blocks) * self.tokens_per_block + match.num_partial_tokens,
+            retention,
+            len(match.blocks) * self.tokens_per_block + num_partial_tokens,
+            num_onboarded,
             len(match.blocks),
             KvCacheMetrics(
                 num_total_allocated_blocks=num_alloc,
@@ -137,7 +162,9 @@ class KvCacheManager:
         if num_missing > self.num_free_blocks:
             return False
         for _ in range(num_missing):
-            sequence.blocks.append(self._take())
+            block = self._take()
+            mark_decode_block(block, sequence.retention)
+            sequence.blocks.append(block)
             self._num_alloc_new += 1
         return True
 
@@ -145,19 +172,7 @@ class KvCacheManager:
         self, sequence: SequenceBlocks, token_ids: Sequence[int], num_computed: int
     ) -> None:
         """Make the full blocks among the first `num_computed` tokens findable by others."""
-        size = self.tokens_per_block
-        if not self._config.enable_block_reuse:
-            return
-        while sequence.num_stored < num_computed // size:
-            i = sequence.num_stored
-            parent = sequence.blocks[i - 1] if i else self._tree.root(sequence.cache_salt_id)
-            key = tuple(token_ids[i * size : (i + 1) * size])
-            if key in parent.children:
-                # Hanging our next blocks under a block that we don't reference would let an
-                # unreferenced block have referenced children: it could not be evicted.
-                return
-            self._tree.insert(parent, key, sequence.blocks[i])
-            sequence.num_stored += 1
+        self._store.store_full_blocks(sequence, token_ids, num_computed)
 
     def release(
         self,
@@ -169,30 +184,107 @@ class KvCacheManager:
     ) -> None:
         """End of a sequence: keep the KV of its first `num_computed` tokens for reuse.
 
-        ended: the request is complete; what was cut short (cancel, internal pause) is kept longer.
+        ended: the request is complete, and was not cut short (cancel, internal pause).
         """
         path: list[Block] = []
-        if self._config.enable_block_reuse and num_computed:
-            path = self._store_all(sequence, token_ids, num_computed)
+        for stored, is_twin in self._store.store_all(sequence, token_ids, num_computed):
+            if stored.slot is None and not stored.in_transit and is_twin:
+                # What hangs below it will be on the device.
+                self._tiers.adopt(stored, sequence.blocks[len(path)])
+            path.append(stored)
         self._drop(sequence, path, ended)
 
     def discard(self, sequence: SequenceBlocks) -> None:
         """End of a sequence whose last step failed: store nothing more."""
         self._drop(sequence, [], ended=True)
 
-    def take_copies(self) -> list[BlockCopy]:
-        """Copies recorded since the last call; to be run in order before the next step."""
-        copies, self._copies = self._copies, []
-        return copies
+    # -- copies --------------------------------------------------------------------------------
+
+    def run_moves(self, copy_blocks: Callable[[Sequence[BlockCopy]], None]) -> Exception | None:
+        """Make the copies that the step needs; `copy_blocks` makes those inside the device. Returns
+        what it raised. Sequences whose content did not arrive are in `take_damaged` afterwards."""
+        bad_device, bad_host, failure = self._tiers.run_moves(copy_blocks)
+        if bad_device or bad_host:
+            self._bad += [
+                block
+                for block in self._store
+                if block.slot in bad_device or (block.slot is None and block.host_slot in bad_host)
+            ]
+            self._damaged = {
+                sequence
+                for sequence in self._sequences
+                if any(block.slot in bad_device for block in sequence.blocks)
+            }
+        return failure
+
+    def take_damaged(self) -> set[SequenceBlocks]:
+        """Sequences with a block that should have been filled by a copy that failed. They are to be
+        discarded; then `forget_bad` is due."""
+        damaged, self._damaged = self._damaged, set()
+        return damaged
+
+    def forget_bad(self) -> None:
+        """Take out of the tree what copies that failed should have filled. Nobody may reference it
+        any more."""
+        bad, self._bad = self._bad, []
+        for block in bad:
+            if block.parent is not None:  # else it went with a block above it
+                self._tiers.forget(block)
+
+    # -- tiers ---------------------------------------------------------------------------------
+
+    def locate(self, token_ids: Sequence[int], cache_salt_id: int | None = None) -> KvLocation:
+        """See `kv_api.KvTiering`."""
+        match = self._store.match(token_ids, cache_salt_id)
+        path = match.path
+        device = [block for block in path if block.slot is not None]
+        num_copied = next(
+            (i for i, block in enumerate(device) if block.host_slot is None), len(device)
+        )
+        return KvLocation(
+            num_tokens=len(match.blocks) * self.tokens_per_block + match.num_partial_tokens,
+            num_device_blocks=len(device),
+            num_host_blocks=len(path) - len(device),
+            num_copied_blocks=num_copied,
+        )
+
+    def offload(
+        self, token_ids: Sequence[int], max_blocks: int, cache_salt_id: int | None = None
+    ) -> None:
+        """See `kv_api.KvTiering`; only between steps."""
+        match = self._store.match(token_ids, cache_salt_id)
+        self._tiers.offload_ahead(match.path, max_blocks)
+
+    def prefetch(self, token_ids: Sequence[int], cache_salt_id: int | None = None) -> None:
+        """See `kv_api.KvTiering`; only between steps."""
+        path = self._store.match(token_ids, cache_salt_id).path
+        there = [block for block in path if block.slot is not None]
+        for block in there:
+            block.ref_count += 1  # so that room for the rest is not taken from them
+        self._tiers.onboard_ahead(path)
+        self._wanted.append((self._now, path))
+        for block in reversed(there):
+            block.ref_count -= 1
+            if not block.ref_count:
+                self._touch(block, ended=False)
+
+    def drop_host(self, token_ids: Sequence[int], cache_salt_id: int | None = None) -> None:
+        """See `kv_api.KvTiering`; only between steps."""
+        match = self._store.match(token_ids, cache_salt_id)
+        path = match.path if self._covers_partial(match, token_ids) else match.blocks
+        self._tiers.give_up(path)
+
+    # -- figures -------------------------------------------------------------------------------
 
     def stats(self) -> KvCacheStats:
-        """Pool figures. alloc_total: blocks taken from the pool, alloc_new: those of them that were
-        not filled by a copy; reused/missed: prompt blocks found (also in part) or not."""
+        """Figures as TensorRT-LLM counts them (see KvCacheStats). alloc_total: blocks taken from
+        the pool, alloc_new: those of them that were not filled by a copy; reused/missed: prompt
+        blocks found (also in part) or not."""
         looked_up = self._num_reused + self._num_missed
         return KvCacheStats(
-            max_num_blocks=self.num_total_blocks,
+            max_num_blocks=self.num_total_blocks + self._tiers.num_host_blocks,
             free_num_blocks=self.num_free_blocks,
-            used_num_blocks=self.num_used_blocks,
+            used_num_blocks=self.num_used_blocks + self._tiers.num_host_blocks,
             tokens_per_block=self.tokens_per_block,
             alloc_total_blocks=self._num_alloc_total,
             alloc_new_blocks=self._num_alloc_new,
@@ -201,45 +293,79 @@ class KvCacheManager:
             cache_hit_rate=self._num_reused / looked_up if looked_up else 0.0,
         )
 
-    def _match(self, token_ids: Sequence[int], cache_salt_id: int | None) -> Match:
-        if not self._config.enable_block_reuse:
-            return Match()
-        return self._tree.match(
-            token_ids[:-1],
-            cache_salt_id,
-            partial=self._config.enable_partial_reuse,
-            only_evictable_partial=not self._config.copy_on_partial_reuse,
-        )
+    def tier_stats(self) -> KvTierStats:
+        """Both tiers now."""
+        return self._tiers.stats(self.num_used_blocks)
 
-    def _reuse_partly(
-        self, source: Block, num_tokens: int, token_ids: Sequence[int], match: Match
-    ) -> Block:
-        """A block of the new sequence that starts with `num_tokens` tokens of `source`."""
-        start = len(match.blocks) * self.tokens_per_block
-        ours = tuple(token_ids[start : start + len(source.token_ids)])
-        nothing_lost = ours == source.token_ids
+    # -- internals -----------------------------------------------------------------------------
+
+    def _match_landed(self, token_ids: Sequence[int], cache_salt_id: int | None) -> Match:
+        """A match without a block that is on its way to the device, or whose end may be taken over
+        while it is read: such copies are waited for."""
+        while True:
+            match = self._store.match(token_ids, cache_salt_id)
+            waits = any(block.in_transit and block.slot is None for block in match.blocks)
+            if not waits and not (match.partial and match.partial.in_transit):
+                return match
+            self._tiers.land_all()
+
+    def _bring_back(self, match: Match) -> int:
+        """Device slots for those of referenced blocks that are on the host; how many those were."""
+        num_onboarded, partial = 0, match.partial
+        if partial is not None:
+            partial.ref_count += 1  # room is not to be made of what is needed next
+        for block in match.blocks:
+            if block.slot is None:
+                self._tiers.bring_back(block)
+                self._num_alloc_total += 1
+                num_onboarded += 1
+        if partial is not None:
+            partial.ref_count -= 1
+            self._tiers.offer(partial)
+        return num_onboarded
+
+    def _may_reuse(self, source: Block) -> bool:
+        """False for a block that would have to be copied into the room that it takes itself."""
+        return self.num_free_blocks > 1 or source.slot is None or source.is_unused_leaf
+
+    def _reuse_partly(self, source: Block, match: Match, token_ids: Sequence[int]) -> Block:
+        """A block of the new sequence that starts with the partly matching tokens of `source`."""
+        nothing_lost = self._covers_partial(match, token_ids)
         must_take_over = self.num_free_blocks < 2 or not self._config.copy_on_partial_reuse
-        if source.is_evictable and (nothing_lost or must_take_over):
-            self._tree.remove(source)
-            self._acquire(source)
+        on_device = source.slot is not None
+        if source.is_unused_leaf and (nothing_lost or (must_take_over and on_device)):
+            self._take_over(source)
             return source
-        self._acquire(source)  # so that taking the target does not evict it
+        source.ref_count += 1  # so that taking the target does not evict it
         target = self._take()
-        self._copies.append(BlockCopy(source.slot, target.slot, num_tokens))
-        self._unreference(source, ended=source.last_use < _TO_BE_CONTINUED)
+        self._tiers.copy_tokens(source, target, match.num_partial_tokens)
+        source.ref_count -= 1
+        if not source.ref_count:
+            self._touch(source, ended=source.ended)
         return target
 
-    def _take(self) -> Block:
-        """A referenced block without content, evicting a leaf if no slot is free."""
-        if self._free_slots:
-            slot = self._free_slots.pop()
+    def _covers_partial(self, match: Match, token_ids: Sequence[int]) -> bool:
+        """True if the partly matching block holds only tokens of `token_ids`: else it is also, or
+        only, somebody else's."""
+        if match.partial is None:
+            return True
+        start = len(match.blocks) * self.tokens_per_block
+        ours = tuple(token_ids[start : start + len(match.partial.token_ids)])
+        return ours == match.partial.token_ids
+
+    def _take_over(self, block: Block) -> None:
+        """An unreferenced leaf becomes a sequence's own, to be written on."""
+        self._store.remove(block)
+        self._acquire(block)
+        if block.slot is None:
+            self._tiers.bring_back(block)
+            self._num_alloc_total += 1
         else:
-            victim = self._evictable.pop()
-            if victim is None:
-                raise InternalError("no block can be evicted although some are unreferenced")
-            self._offer(self._tree.remove(victim))
-            slot = victim.slot
-        block = Block(slot)
+            self._tiers.release_host(block)
+
+    def _take(self) -> Block:
+        """A referenced block without content."""
+        block = Block(self._tiers.take_device())
         self._num_alloc_total += 1
         self._acquire(block)
         return block
@@ -248,6 +374,7 @@ class KvCacheManager:
         if block.ref_count == 0:
             self.num_used_blocks += 1
         block.ref_count += 1
+        block.is_wanted = False
 
     def _unreference(self, block: Block, *, ended: bool) -> None:
         block.ref_count -= 1
@@ -257,33 +384,24 @@ class KvCacheManager:
         if block.is_stored:
             self._touch(block, ended=ended)
         else:
-            self._free_slots.append(block.slot)
+            self._tiers.free_device(block)
 
     def _touch(self, block: Block, *, ended: bool) -> None:
         self._tick += 1
-        block.last_use = self._tick + (0 if ended else _TO_BE_CONTINUED)
-        self._offer(block)
+        block.last_use = self._tick
+        block.ended = ended
+        self._expiry.released(block, self._now)
+        self._tiers.offer(block)
 
-    def _offer(self, node: TreeNode) -> None:
-        if isinstance(node, Block) and node.is_evictable:
-            self._evictable.push(node)
+    def _mark(self, block: Block, index: int, retention: KvCacheRetentionConfig | None) -> None:
+        old = block.priority
+        mark_prompt_block(block, index * self.tokens_per_block, retention)
+        if block.is_stored and block.priority != old:
+            self._on_priority(block, old)
 
-    def _store_all(
-        self, sequence: SequenceBlocks, token_ids: Sequence[int], num_computed: int
-    ) -> list[Block]:
-        """Store what is not stored yet; returns the tree's block for each position."""
-        size = self.tokens_per_block
-        node = self._tree.root(sequence.cache_salt_id)
-        path: list[Block] = []
-        for i, block in enumerate(sequence.blocks[: self.num_blocks_for(num_computed)]):
-            key = tuple(token_ids[i * size : min((i + 1) * size, num_computed)])
-            stored = block if i < sequence.num_stored else self._tree.covering(node, key)
-            if stored is None:
-                self._tree.insert(node, key, block)
-                stored = block
-            path.append(stored)
-            node = stored
-        return path
+    def _on_priority(self, block: Block, old: int) -> None:
+        self._store.priority_changed(block, old)
+        self._tiers.offer(block)
 
     def _drop(self, sequence: SequenceBlocks, path: list[Block], ended: bool) -> None:
         # Last block first: it gets the oldest tick, so tails are evicted before the beginnings.
@@ -296,30 +414,16 @@ class KvCacheManager:
         self._sequences.remove(sequence)
         sequence.blocks = []
 
+    def stored_blocks(self) -> list[Block]:
+        """Every block that can be found, parents before children; for tests and tools."""
+        return list(self._store)
+
     def check_integrity(self) -> None:
-        """Assert every invariant of the pool and the tree; for tests and idle moments."""
-        stored = list(self._tree)
-        counts: dict[Block, int] = dict.fromkeys(stored, 0)
-        for sequence in self._sequences:
-            assert len(set(sequence.blocks)) == len(sequence.blocks), "block twice in a sequence"
-            for i, block in enumerate(sequence.blocks):
-                counts[block] = counts.get(block, 0) + 1
-                if block.is_stored:
-                    assert i < sequence.num_stored, "block stored out of order"
-                    assert i == 0 or block.parent is sequence.blocks[i - 1], "wrong parent"
-        cached = [block for block in stored if block.ref_count == 0]
-        slots = [block.slot for block in counts] + self._free_slots
-        assert sorted(slots) == list(range(self.num_total_blocks)), "slot lost or owned twice"
-        used = sum(count > 0 for count in counts.values())
-        assert used == self.num_used_blocks
-        assert len(self._free_slots) + used + len(cached) == self.num_total_blocks
-        for block, count in counts.items():
-            assert block.ref_count == count, "reference count differs from the references"
-        for block in stored:
-            parent = block.parent
-            assert parent is not None
-            assert parent.children[block.token_ids] is block
-            if isinstance(parent, Block):
-                assert len(parent.token_ids) == self.tokens_per_block, "child of a partial block"
-                assert parent.ref_count or not block.ref_count, "parent of a used block unused"
-            assert not block.is_evictable or block in self._evictable, "cached block lost"
+        """Assert every invariant of the pools and the tree; for tests and idle moments."""
+        check_blocks(
+            self.stored_blocks(),
+            [(sequence.blocks, sequence.num_stored) for sequence in self._sequences],
+            self._tiers,
+            num_used_blocks=self.num_used_blocks,
+            tokens_per_block=self.tokens_per_block,
+        )

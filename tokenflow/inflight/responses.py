@@ -56,6 +56,7 @@ def _response(
         metrics = RequestPerfMetrics(
             kv_cache_metrics=sequence.kv_metrics,
             num_reused_tokens=sequence.num_reused_tokens,
+            num_onboarded_blocks=sequence.num_onboarded_blocks,
             first_iter=sequence.first_iter,
             last_iter=sequence.last_iter,
         )

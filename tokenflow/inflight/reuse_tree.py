@@ -1,56 +1,98 @@
-"""Blocks, the tree of reusable blocks, and the order in which leaves are evicted.
+"""Blocks, and the tree of reusable blocks.
 
-Owns the shape of the tree and nothing else: who references a block and which slot is free belongs
-to kv_cache.py. The tree is keyed as TensorRT-LLM keys it: a block is found under its parent by
-exactly the tokens whose KV it holds, so the path from the root is the whole history; each
+Owns the shape of the tree and nothing else: who references a block and which slots are free belongs
+to kv_cache.py and tiers.py. The tree is keyed as TensorRT-LLM keys it: a block is found under its
+parent by exactly the tokens whose KV it holds, so the path from the root is the whole history; each
 cache_salt_id has a root of its own, hence different salts never meet.
 
 Invariants:
-- a block under a parent holds valid KV for every token of its key;
+- a block under a parent holds valid KV for every token of its key, on the device, on the host or on
+  both;
 - only a block with `tokens_per_block` tokens has children, so a partial block is a leaf;
-- a referenced block's parent is referenced too (kv_cache.py sees to it), therefore everything below
-  an unreferenced block is unreferenced, and evicting leaves can free every unreferenced block.
+- a referenced block is on the device and its parent is referenced too (kv_cache.py sees to it), and
+  the parent of a block that is on the device, or on its way there, is on the device (tiers.py sees
+  to it): a tier is left from the leaves up, so every unreferenced block can be evicted.
 
-A block is an identity; `slot` is merely where its KV lies on the device, so that a second tier can
-move it without touching the tree.
+A block is an identity; its slots are merely where its KV lies.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 TokenKey = tuple[int, ...]
 
+DEFAULT_PRIORITY = 35
+"""Retention priority of a block that nobody gave one."""
+
 
 class TreeNode:
-    """A root, or a block: something blocks can hang under."""
+    """A root, or a block: something blocks can hang under.
 
-    __slots__ = ("children",)
+    num_device_children: children that are on the device or on their way there.
+    depth: blocks above it.
+    """
+
+    __slots__ = ("children", "depth", "num_device_children")
 
     def __init__(self) -> None:
         self.children: dict[TokenKey, Block] = {}
+        self.num_device_children = 0
+        self.depth = 0
 
 
 class Block(TreeNode):
     """KV of up to `tokens_per_block` tokens.
 
-    slot: device block id that holds it.
+    slot, host_slot: device and host block that hold it; None = not there. One that is not stored
+        is on the device only.
+    in_transit: a copy of it to the other tier is under way.
     ref_count: sequences that use it now.
     parent, token_ids: place and key in the tree; None and () while it is not stored there.
+    block_hash: name in events, set when it is stored.
     last_use: tick of the last release; smaller is evicted earlier.
+    priority: retention priority, 0..100. duration_s: for so long after a release, then the default;
+        None = for good.
+    ended: the request that released it last was complete.
+    is_wanted: it was brought to the device ahead of need, and nobody has used it since.
     """
 
-    __slots__ = ("last_use", "parent", "ref_count", "slot", "token_ids")
+    __slots__ = (
+        "block_hash",
+        "duration_s",
+        "ended",
+        "host_slot",
+        "in_transit",
+        "is_wanted",
+        "last_use",
+        "parent",
+        "priority",
+        "ref_count",
+        "slot",
+        "token_ids",
+    )
 
-    def __init__(self, slot: int) -> None:
+    def __init__(self, slot: int | None, priority: int = DEFAULT_PRIORITY) -> None:
         super().__init__()
         self.slot = slot
+        self.host_slot: int | None = None
+        self.in_transit = False
         self.ref_count = 0
         self.parent: TreeNode | None = None
         self.token_ids: TokenKey = ()
+        self.block_hash = 0
         self.last_use = 0
+        self.priority = priority
+        self.duration_s: float | None = None
+        self.ended = False
+        self.is_wanted = False
+
+    @property
+    def device_slot(self) -> int:
+        """The device block; the block must be on the device."""
+        assert self.slot is not None
+        return self.slot
 
     @property
     def is_stored(self) -> bool:
@@ -58,9 +100,14 @@ class Block(TreeNode):
         return self.parent is not None
 
     @property
-    def is_evictable(self) -> bool:
-        """True for an unreferenced leaf of the tree."""
-        return self.parent is not None and self.ref_count == 0 and not self.children
+    def is_unused_leaf(self) -> bool:
+        """True for an unreferenced leaf of the tree that no copy reads or writes."""
+        return (
+            self.parent is not None
+            and self.ref_count == 0
+            and not self.children
+            and not self.in_transit
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +121,11 @@ class Match:
     blocks: list[Block] = field(default_factory=list)
     partial: Block | None = None
     num_partial_tokens: int = 0
+
+    @property
+    def path(self) -> list[Block]:
+        """All of them, from the root down."""
+        return self.blocks if self.partial is None else [*self.blocks, self.partial]
 
 
 class ReuseTree:
@@ -93,7 +145,7 @@ class ReuseTree:
         cache_salt_id: int | None,
         *,
         partial: bool,
-        only_evictable_partial: bool,
+        only_unused_partial: bool,
     ) -> Match:
         """Longest stored beginning of `token_ids`; changes nothing.
 
@@ -110,7 +162,7 @@ class ReuseTree:
             if child is None:
                 if not partial or not key:
                     break
-                best, length = _longest_common(node, key, only_evictable_partial)
+                best, length = _longest_common(node, key, only_unused_partial)
                 return Match(blocks, best, length)
             blocks.append(child)
             node = child
@@ -133,7 +185,9 @@ class ReuseTree:
         assert block.parent is None
         assert key not in parent.children
         block.parent, block.token_ids = parent, key
+        block.depth = parent.depth + 1
         parent.children[key] = block
+        parent.num_device_children += block.slot is not None
 
     def remove(self, block: Block) -> TreeNode:
         """Take a leaf out of the tree; returns what was its parent."""
@@ -141,6 +195,7 @@ class ReuseTree:
         assert parent is not None
         assert not block.children
         del parent.children[block.token_ids]
+        parent.num_device_children -= block.slot is not None or block.in_transit
         block.parent, block.token_ids = None, ()
         if not parent.children and not isinstance(parent, Block):
             self._roots = {salt: node for salt, node in self._roots.items() if node is not parent}
@@ -155,50 +210,11 @@ class ReuseTree:
             pending.extend(node.children.values())
 
 
-class EvictionQueue:
-    """Unreferenced leaves, least recently used first.
-
-    A heap whose entries are checked when they come up: a block that was used, got children or left
-    the tree meanwhile is passed over. Rebuilt when stale entries outnumber the live ones.
-    """
-
-    def __init__(self, num_blocks: int) -> None:
-        self._heap: list[tuple[int, int, Block]] = []
-        self._num_pushed = 0
-        self._limit = 4 * num_blocks + 16
-
-    def push(self, block: Block) -> None:
-        """Offer a block that has become evictable."""
-        self._num_pushed += 1
-        heapq.heappush(self._heap, (block.last_use, self._num_pushed, block))
-        if len(self._heap) > self._limit:
-            live = {id(b): (use, n, b) for use, n, b in self._heap if _is_live(use, b)}
-            self._heap = list(live.values())
-            heapq.heapify(self._heap)
-
-    def pop(self) -> Block | None:
-        """The least recently used evictable block, or None."""
-        while self._heap:
-            last_use, _, block = heapq.heappop(self._heap)
-            if _is_live(last_use, block):
-                return block
-        return None
-
-    def __contains__(self, block: Block) -> bool:
-        return any(b is block and _is_live(use, b) for use, _, b in self._heap)
-
-
-def _is_live(last_use: int, block: Block) -> bool:
-    return block.last_use == last_use and block.is_evictable
-
-
-def _longest_common(
-    node: TreeNode, key: TokenKey, only_evictable: bool
-) -> tuple[Block | None, int]:
+def _longest_common(node: TreeNode, key: TokenKey, only_unused: bool) -> tuple[Block | None, int]:
     best: Block | None = None
     best_length = 0
     for child in node.children.values():
-        if only_evictable and not child.is_evictable:
+        if only_unused and not child.is_unused_leaf:
             continue
         length = 0
         for ours, theirs in zip(key, child.token_ids, strict=False):

@@ -12,6 +12,7 @@ Invariants: block ids are in [0, num_blocks); a chunk's `block_ids` cover positi
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -49,6 +50,65 @@ class BlockCopy:
     num_tokens: int
 
 
+class CopyDirection(enum.Enum):
+    """Which way a block goes."""
+
+    OFFLOAD = "device to host"
+    ONBOARD = "host to device"
+
+
+@dataclass(frozen=True, slots=True)
+class TierCopy:
+    """Copy a whole block between the tiers; the direction is that of the transfer."""
+
+    device_block: int
+    host_block: int
+
+
+class Transfer(Protocol):
+    """Copies under way. Until it is done nobody may write a source, or read or write a target."""
+
+    def is_done(self) -> bool:
+        """True once every copy is complete, or one has failed; never blocks."""
+        ...
+
+    def wait(self) -> None:
+        """Return when it is done. Does not raise for a failed copy."""
+        ...
+
+    @property
+    def error(self) -> str | None:
+        """Why it failed, once it is done: then no target holds anything. None = all are made."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """How long the copies themselves took, once it is done."""
+        ...
+
+    @property
+    def waited_s(self) -> float:
+        """For how long `wait` has blocked, all calls together."""
+        ...
+
+
+class KvTransport(Protocol):
+    """Copies blocks between the tiers beside the steps. Used from the runner's thread only.
+
+    A transfer sees what every `forward` and `copy_blocks` before its start wrote, and what every
+    earlier transfer that shares a block with it left there. Sources and targets of one transfer are
+    all different.
+    """
+
+    def start(self, direction: CopyDirection, copies: Sequence[TierCopy]) -> Transfer:
+        """Begin to copy; returns at once."""
+        ...
+
+    def close(self) -> None:
+        """Finish what is under way and let threads and memory go. Idempotent."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """Sampled tokens, one entry per chunk with `samples`, in chunk order.
@@ -69,8 +129,17 @@ class Runner(Protocol):
         """Token ids are in [0, vocab_size)."""
         ...
 
-    def allocate_kv(self, num_blocks: int, tokens_per_block: int) -> None:
-        """Allocate the device pool; called once, before the first `forward`."""
+    def kv_block_bytes(self, tokens_per_block: int) -> int:
+        """Bytes of KV that one block of all layers holds."""
+        ...
+
+    def allocate_kv(self, num_blocks: int, tokens_per_block: int, num_host_blocks: int) -> None:
+        """Allocate the pools; called once, before the first `forward`."""
+        ...
+
+    @property
+    def transport(self) -> KvTransport:
+        """Copies between the tiers; only where `num_host_blocks` > 0."""
         ...
 
     def add_request(self, request_id: int, request: Request) -> None:

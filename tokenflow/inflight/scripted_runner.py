@@ -5,7 +5,8 @@ history. The runner keeps nothing else about a sequence: at every step it reads 
 *from the blocks it was given*, checks each fingerprint, that the prompt is the request's, and asks
 the script what comes next. A block that belongs to somebody else, was overwritten, evicted while in
 use, shared across different histories, or reused without having been computed is an error or a
-wrong token, never a silent success.
+wrong token, never a silent success. Blocks of the host tier hold cells too; scripted_transport.py
+has the copies between the tiers and says which uses of a block they rule out meanwhile.
 
 A script is a distribution with a single token. Fields that only reweigh (temperature, top_k, top_p,
 min_p, penalties, biases) therefore change nothing; what bans (bad_words, no_repeat_ngram_size,
@@ -21,12 +22,22 @@ from collections.abc import Callable, Sequence
 from tokenflow.executor.api import Request
 from tokenflow.inflight.bans import banned_token_ids, has_bans, next_allowed
 from tokenflow.inflight.runner import BlockCopy, SequenceChunk, StepOutput
+from tokenflow.inflight.scripted_transport import (
+    POISON,
+    AtOnce,
+    Cell,
+    CellBlock,
+    CopyPace,
+    ScriptedTransport,
+)
 from tokenflow.inflight.scripts import Script, script_by_name
 
 History = tuple[int, ...]
 """All tokens of a sequence, prompt included."""
 
-_Cell = tuple[int, int]  # token, fingerprint of the history that ends with it
+KV_BYTES_PER_TOKEN = 1024
+"""What a token's KV is said to take, so that pools can be given in bytes."""
+
 _EMPTY_HISTORY = 0
 
 
@@ -34,6 +45,7 @@ class ScriptedRunner:
     """Implements `runner.Runner` on a script.
 
     step_s: seconds that a step takes, spent in `sleep`; a ManualClock's `advance` makes it virtual.
+    pace: when copies between the tiers complete; by default at once.
     """
 
     def __init__(
@@ -43,13 +55,16 @@ class ScriptedRunner:
         *,
         step_s: float = 0.0,
         sleep: Callable[[float], object] = time.sleep,
+        pace: CopyPace | None = None,
     ) -> None:
         self._script = script
         self._vocab_size = vocab_size
         self._step_s = step_s
         self._sleep = sleep
         self._tokens_per_block = 0
-        self._blocks: list[list[_Cell | None]] = []
+        self._blocks: list[CellBlock] = []
+        self._transport = ScriptedTransport([], [], AtOnce())
+        self._pace = pace or AtOnce()
         self._requests: dict[int, Request] = {}
         self.num_computed_tokens = 0
         self.num_steps = 0
@@ -64,10 +79,21 @@ class ScriptedRunner:
         """Requests added and not removed."""
         return len(self._requests)
 
-    def allocate_kv(self, num_blocks: int, tokens_per_block: int) -> None:
-        """Empty blocks."""
+    def kv_block_bytes(self, tokens_per_block: int) -> int:
+        """KV_BYTES_PER_TOKEN for each token."""
+        return KV_BYTES_PER_TOKEN * tokens_per_block
+
+    def allocate_kv(self, num_blocks: int, tokens_per_block: int, num_host_blocks: int = 0) -> None:
+        """Empty blocks in both tiers."""
         self._tokens_per_block = tokens_per_block
         self._blocks = [[None] * tokens_per_block for _ in range(num_blocks)]
+        host: list[CellBlock] = [[None] * tokens_per_block for _ in range(num_host_blocks)]
+        self._transport = ScriptedTransport(self._blocks, host, self._pace)
+
+    @property
+    def transport(self) -> ScriptedTransport:
+        """Copies between the tiers; without a host tier it refuses all of them."""
+        return self._transport
 
     def add_request(self, request_id: int, request: Request) -> None:
         """Raises ValueError for an id that is there already."""
@@ -81,8 +107,9 @@ class ScriptedRunner:
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy the cells; the rest of the target becomes empty. Raises RuntimeError for cells that
-        were never computed."""
+        were never computed, and for blocks that a copy between the tiers is using."""
         for copy in copies:
+            self._transport.check_device_use([copy.source], [copy.target])
             cells = self._blocks[copy.source][: copy.num_tokens]
             if None in cells:
                 raise RuntimeError(f"copy of block {copy.source} reads KV that does not exist")
@@ -123,6 +150,10 @@ class ScriptedRunner:
             raise RuntimeError(f"request {chunk.request_id}: empty chunk")
         if len(chunk.block_ids) != -(-(chunk.start + len(chunk.token_ids)) // size):
             raise RuntimeError(f"request {chunk.request_id}: blocks do not cover the chunk")
+        first_written = chunk.start // size
+        self._transport.check_device_use(
+            chunk.block_ids[:first_written], chunk.block_ids[first_written:]
+        )
         fingerprint = _EMPTY_HISTORY
         if chunk.start:
             fingerprint = self._cell(chunk, chunk.start - 1)[1]
@@ -146,11 +177,15 @@ class ScriptedRunner:
             history.append(token_id)
         return tuple(history)
 
-    def _cell(self, chunk: SequenceChunk, position: int) -> _Cell:
+    def _cell(self, chunk: SequenceChunk, position: int) -> Cell:
         block_id = chunk.block_ids[position // self._tokens_per_block]
         cell = self._blocks[block_id][position % self._tokens_per_block]
         if cell is None:
             raise RuntimeError(f"request {chunk.request_id}: position {position} has no KV")
+        if cell is POISON:
+            raise RuntimeError(
+                f"request {chunk.request_id}: position {position} holds what a failed copy left"
+            )
         return cell
 
     def _check_prompt(self, chunk: SequenceChunk, history: History) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tokenflow.executor.api import FinishReason, KvCacheMetrics, Request
-from tokenflow.inflight.kv_cache import KvCacheManager, SequenceBlocks
+from tokenflow.inflight.block_store import SequenceBlocks
+from tokenflow.inflight.kv_cache import KvCacheManager
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -40,6 +41,7 @@ class SequenceState:
     first_iter: int | None = None
     last_iter: int | None = None
     num_reused_tokens: int = 0
+    num_onboarded_blocks: int = 0
     kv_metrics: KvCacheMetrics = field(default_factory=KvCacheMetrics)
 
     @property
@@ -70,12 +72,16 @@ class SequenceState:
     def start(self, kv: KvCacheManager) -> bool:
         """Take blocks for all tokens; False when there is no room."""
         assert self.blocks is None
-        blocks = kv.allocate(self.token_ids, self.request.cache_salt_id)
+        request = self.request
+        blocks = kv.allocate(
+            self.token_ids, request.cache_salt_id, request.kv_cache_retention_config
+        )
         if blocks is None:
             return False
         self.blocks = blocks
         self.num_computed = self.num_reused_tokens = blocks.num_reused_tokens
         self.context_length = len(self.token_ids)
+        self.num_onboarded_blocks = blocks.num_onboarded_blocks
         self.kv_metrics = blocks.metrics
         return True
 

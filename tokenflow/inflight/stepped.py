@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 from tokenflow.executor.api import ExecutorConfig, IterationStats, Request, Response
+from tokenflow.executor.kv_api import KVCacheEventManager, KvTiering
 from tokenflow.inflight.batcher import InflightBatcher
 from tokenflow.inflight.runner import Runner
+from tokenflow.inflight.tiering import EngineTiering
 
 
 class SteppedExecutor:
@@ -27,6 +28,7 @@ class SteppedExecutor:
         self._responses: list[Response] = []
         self._stats: list[IterationStats] = []
         self._next_id = 1
+        self._tiering = EngineTiering(self.batcher.command) if config.kv_tiering else None
 
     def enqueue_request(self, request: Request) -> int:
         """See Executor."""
@@ -62,9 +64,14 @@ class SteppedExecutor:
         """See Executor."""
         return True
 
-    def get_kv_cache_event_manager(self) -> Any | None:
-        """None: this engine has no KV events."""
-        return None
+    def get_kv_cache_event_manager(self) -> KVCacheEventManager | None:
+        """See Executor."""
+        return self.batcher.kv.events
+
+    def get_kv_tiering(self) -> KvTiering | None:
+        """See Executor; `locate` answers at the next step only, so it is not for callers of this
+        engine (`batcher.kv.locate` is)."""
+        return self._tiering
 
     def shutdown(self) -> None:
         """Drops what is queued; what is active ends as its steps are made."""

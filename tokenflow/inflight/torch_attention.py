@@ -4,9 +4,11 @@ Owns the KV pool of the torch runner, the packing of a step's chunks into one fo
 attention function that transformers calls in every layer. The batch travels to that function as
 a keyword argument of the model's forward (`paged`), so nothing here is global.
 
-Pool layout: one tensor [num_layers, num_blocks, tokens_per_block, 2, num_kv_heads, head_dim]; 2 =
-key and value. A block of a layer is contiguous and holds both, so one `index_select` brings the
-history of a whole batch, token-major, ready for scaled dot-product attention without a copy.
+Pool layout: one tensor [num_blocks, num_layers, tokens_per_block, 2, num_kv_heads, head_dim]; 2 =
+key and value. A block is one contiguous run over all layers, so that a copy between the tiers is a
+plain memory copy. A layer's part of a block is contiguous too and holds key and value, so one
+`index_select` brings the history of a whole batch, token-major, ready for scaled dot-product
+attention without a copy. A row is such a part: block * num_layers + layer.
 
 Invariants: the pool is zeroed when allocated, so that a masked position is finite whatever block
 it lies in (0 times NaN would be NaN); a layer writes the KV of its tokens before it reads; the
@@ -20,6 +22,7 @@ which spares the expansion of keys and values to all query heads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -29,6 +32,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from tokenflow.inflight.runner import BlockCopy, SequenceChunk
+from tokenflow.inflight.torch_memory import allocate_rows
 
 ATTENTION_NAME = "tokenflow_paged"
 
@@ -55,36 +59,57 @@ class KvPool:
         self.num_blocks = num_blocks
         self.dtype = dtype
         self.device = device
-        shape = (num_layers, num_blocks, tokens_per_block, 2, num_kv_heads, head_dim)
-        self._blocks = torch.zeros(shape, dtype=dtype, device=device)
-        self._by_layer = self._blocks.unbind(0)
-        self._by_slot = [layer.view(-1, 2, num_kv_heads, head_dim) for layer in self._by_layer]
+        self._num_layers = num_layers
+        shape = (num_blocks, num_layers, tokens_per_block, 2, num_kv_heads, head_dim)
+        self._blocks = _zeros(shape, dtype, device)
+        self._rows = self._blocks.view(-1, *shape[2:])
+        self._slots = self._blocks.view(-1, *shape[3:])
+        self._layers = torch.arange(num_layers, device=device)[:, None]
 
     @property
     def size_bytes(self) -> int:
         """Memory of the whole pool."""
         return self._blocks.numel() * self._blocks.element_size()
 
+    def as_bytes(self) -> torch.Tensor:
+        """The pool as bytes, [num_blocks, bytes of a block]; shares its memory."""
+        return self._blocks.view(self.num_blocks, -1).view(torch.uint8)
+
     def copy(self, copies: Iterable[BlockCopy]) -> None:
         """Perform the copies in order, in every layer."""
         for copy in copies:
             n = copy.num_tokens
-            self._blocks[:, copy.target, :n] = self._blocks[:, copy.source, :n]
+            self._blocks[copy.target, :, :n] = self._blocks[copy.source, :, :n]
 
-    def write(
-        self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> None:
-        """Store key and value [num_tokens, num_kv_heads, head_dim] at token slots [num_tokens]."""
-        self._by_slot[layer].index_copy_(0, slots, torch.stack((key, value), dim=1))
+    def rows_of(self, block_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Per layer, where `block_ids` [n] are, for `read`."""
+        return (block_ids * self._num_layers + self._layers).unbind(0)
 
-    def read(self, layer: int, block_ids: torch.Tensor, num_sequences: int) -> torch.Tensor:
-        """History of sequences with equally many blocks; `block_ids` [num_sequences * n].
+    def slots_of(self, block_ids: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Per layer, where the tokens at `offsets` [n] of `block_ids` [n] are, for `write`."""
+        rows = block_ids * self._num_layers + self._layers
+        return (rows * self.tokens_per_block + offsets).unbind(0)
+
+    def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store key and value [num_tokens, num_kv_heads, head_dim] at a layer's slots."""
+        self._slots.index_copy_(0, slots, torch.stack((key, value), dim=1))
+
+    def read(self, rows: torch.Tensor, num_sequences: int) -> torch.Tensor:
+        """History of sequences with equally many blocks, from a layer's rows.
 
         Returns [2, num_sequences, num_kv_heads, n * tokens_per_block, head_dim].
         """
-        blocks = self._by_layer[layer].index_select(0, block_ids)
+        blocks = self._rows.index_select(0, rows)
         history = blocks.view(num_sequences, -1, *blocks.shape[2:])
         return history.permute(2, 0, 3, 1, 4)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros in device memory, one block after the other. Raises RuntimeError or MemoryError."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    rows = allocate_rows(shape[0], math.prod(shape[1:]) * dtype.itemsize)
+    return torch.from_numpy(rows).zero_().view(dtype).view(shape)
 
 
 class _DecodeGroup:
@@ -100,12 +125,12 @@ class _DecodeGroup:
         positions = np.array([chunk.start for chunk in chunks])
         visible = np.arange(num_blocks * size) <= positions[:, None]
         self._pool = pool
-        self._block_ids = torch.from_numpy(table.reshape(-1)).to(pool.device)
+        self._rows = pool.rows_of(torch.from_numpy(table.reshape(-1)).to(pool.device))
         self._mask = _additive_mask(visible, pool)[:, None, None, :]
 
     def attend(self, layer: int, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """query [num_sequences, num_heads, head_dim] -> the same shape."""
-        keys, values = self._pool.read(layer, self._block_ids, self.num_tokens)
+        keys, values = self._pool.read(self._rows[layer], self.num_tokens)
         packed = query.reshape(self.num_tokens, keys.shape[1], -1, query.shape[2])
         out = scaled_dot_product_attention(
             packed, keys, values, attn_mask=self._mask, scale=scaling
@@ -123,12 +148,12 @@ class _PrefillChunk:
         num_blocks = -(-end // size)
         visible = np.arange(num_blocks * size) <= np.arange(chunk.start, end)[:, None]
         self._pool = pool
-        self._block_ids = torch.tensor(chunk.block_ids[:num_blocks], device=pool.device)
+        self._rows = pool.rows_of(torch.tensor(chunk.block_ids[:num_blocks], device=pool.device))
         self._mask = _additive_mask(visible, pool).repeat(group, 1)
 
     def attend(self, layer: int, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """query [num_tokens, num_heads, head_dim] -> the same shape."""
-        keys, values = self._pool.read(layer, self._block_ids, 1)
+        keys, values = self._pool.read(self._rows[layer], 1)
         num_tokens, num_heads, head_dim = query.shape
         num_kv_heads = keys.shape[1]
         group = num_heads // num_kv_heads
@@ -164,25 +189,24 @@ class PagedBatch:
 
         token_ids: list[int] = []
         last_row = [0] * len(chunks)
-        positions, slots = [], []
+        positions, block_ids = [], []
         for i in order:
             chunk = chunks[i]
             span = np.arange(chunk.start, chunk.start + len(chunk.token_ids))
-            block_ids = np.asarray(chunk.block_ids)
-            assert len(block_ids) * pool.tokens_per_block > span[-1]
+            assert len(chunk.block_ids) * pool.tokens_per_block > span[-1]
             token_ids += chunk.token_ids
             positions.append(span)
-            slots.append(
-                block_ids[span // pool.tokens_per_block] * pool.tokens_per_block
-                + span % pool.tokens_per_block
-            )
+            block_ids.append(np.asarray(chunk.block_ids)[span // pool.tokens_per_block])
             last_row[i] = len(token_ids) - 1
         samples = [last_row[i] for i, chunk in enumerate(chunks) if chunk.samples]
         device = pool.device
         self.input_ids = torch.tensor([token_ids], device=device)
         self.position_ids = torch.from_numpy(np.concatenate(positions))[None].to(device)
         self.sample_rows = torch.tensor(samples, dtype=torch.int64, device=device)
-        self._slots = torch.from_numpy(np.concatenate(slots)).to(device)
+        self._slots = pool.slots_of(
+            torch.from_numpy(np.concatenate(block_ids)).to(device),
+            self.position_ids[0] % pool.tokens_per_block,
+        )
 
     def attend(
         self,
@@ -197,7 +221,7 @@ class PagedBatch:
         query [num_tokens, num_heads, head_dim]; key, value [num_tokens, num_kv_heads, head_dim].
         Returns [num_tokens, num_heads, head_dim].
         """
-        self._pool.write(layer, self._slots, key, value)
+        self._pool.write(self._slots[layer], key, value)
         queries = torch.split(query, [part.num_tokens for part in self._parts])
         out = [
             part.attend(layer, rows, scaling)

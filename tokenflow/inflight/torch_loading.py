@@ -28,6 +28,9 @@ SUPPORTED_MODEL_TYPES = ("llama", "qwen2")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Those whose angles depend on the position alone, not on what else is in the batch."""
 
+_RANDOM_STD = 0.02
+"""Of random weights; what decoders are initialised with."""
+
 LoadProgress = Callable[[float], None]
 """Called with the fraction of the weights' bytes that is loaded, in [0, 1]."""
 
@@ -59,7 +62,6 @@ def load_decoder(
     config = _read_config(model_path)
     model = _build_empty(config, device, dtype)
     head_weight = _fill(model, model_path, config, device, progress)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     logger.info(
         "loaded %s (%s, %.0f M parameters, %s on %s) in %.1f s",
         model_path,
@@ -69,6 +71,30 @@ def load_decoder(
         device,
         time.perf_counter() - start,
     )
+    return _decoder(model, head_weight, config)
+
+
+@torch.inference_mode()
+def random_decoder(
+    config: Any, *, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> Decoder:
+    """A model of the shape of `config` (transformers') whose weights are random and made where it
+    runs: what a checkpoint of that shape costs, without the checkpoint. Its words mean nothing.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    model = _build_empty(config, device, dtype)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(0.0, _RANDOM_STD, generator=generator)
+    shape = (config.vocab_size, config.hidden_size)
+    head_weight = torch.empty(shape, device=device).normal_(0.0, _RANDOM_STD, generator=generator)
+    return _decoder(model, head_weight, config)
+
+
+def _decoder(model: torch.nn.Module, head_weight: torch.Tensor, config: Any) -> Decoder:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Decoder(
         model=model,
         head_weight=head_weight,

@@ -21,11 +21,14 @@ import torch
 
 from tokenflow.errors import CapacityError, ConfigError, EngineError
 from tokenflow.executor.api import Request
-from tokenflow.inflight.runner import BlockCopy, SequenceChunk, StepOutput
+from tokenflow.inflight.runner import BlockCopy, KvTransport, SequenceChunk, StepOutput
 from tokenflow.inflight.torch_attention import KvPool, PagedBatch
+from tokenflow.inflight.torch_cuda import open_cuda_transport
 from tokenflow.inflight.torch_linear import make_linear, pack_linears
-from tokenflow.inflight.torch_loading import LoadProgress, load_decoder
+from tokenflow.inflight.torch_loading import Decoder, LoadProgress, load_decoder
+from tokenflow.inflight.torch_memory import allocate_rows
 from tokenflow.inflight.torch_sampler import Sampler
+from tokenflow.inflight.torch_transport import ArrayMemory, ThreadTransport
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +38,8 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 class TorchRunner:
     """Implements `runner.Runner`. Used from one thread only.
 
-    model_path: checkpoint folder (see `torch_loading`). device: "cpu", "cuda" or "cuda:N".
+    model: checkpoint folder, or a decoder that is on `device` and in `dtype` already and may serve
+    several runners (see `torch_loading`). device: "cpu", "cuda" or "cuda:N".
     dtype: of weights and KV. num_threads: see `set_threads`.
     progress: told the fraction of the weights that is loaded.
     Raises ConfigError naming the key when a value or the checkpoint is refused.
@@ -43,7 +47,7 @@ class TorchRunner:
 
     def __init__(
         self,
-        model_path: str | Path,
+        model: str | Path | Decoder,
         device: str = "cpu",
         dtype: str = "bfloat16",
         num_threads: int = 0,
@@ -56,12 +60,15 @@ class TorchRunner:
         if self._device.type == "cpu":
             set_threads(num_threads, os.environ)
         with torch.inference_mode():
-            decoder = load_decoder(
-                Path(model_path),
-                device=self._device,
-                dtype=self._dtype,
-                progress=progress or (lambda fraction: None),
-            )
+            if isinstance(model, Decoder):
+                decoder = model
+            else:
+                decoder = load_decoder(
+                    Path(model),
+                    device=self._device,
+                    dtype=self._dtype,
+                    progress=progress or (lambda fraction: None),
+                )
             pack_linears(decoder.model)
             self._head = make_linear(decoder.head_weight)
         self._model = decoder.model
@@ -70,6 +77,7 @@ class TorchRunner:
         self._kv_shape = (decoder.num_layers, decoder.num_kv_heads, decoder.head_dim)
         self._heads_per_kv = decoder.num_heads // decoder.num_kv_heads
         self._pool: KvPool | None = None
+        self._transport: KvTransport | None = None
         self._sampler = Sampler(decoder.vocab_size, self._device)
 
     @property
@@ -82,7 +90,12 @@ class TorchRunner:
         """Longest sequence the model was made for, in tokens."""
         return self._max_position_embeddings
 
-    def allocate_kv(self, num_blocks: int, tokens_per_block: int) -> None:
+    def kv_block_bytes(self, tokens_per_block: int) -> int:
+        """See Runner."""
+        num_layers, num_kv_heads, head_dim = self._kv_shape
+        return num_layers * tokens_per_block * 2 * num_kv_heads * head_dim * self._dtype.itemsize
+
+    def allocate_kv(self, num_blocks: int, tokens_per_block: int, num_host_blocks: int) -> None:
         """See Runner. Raises CapacityError when the memory is not there."""
         num_layers, num_kv_heads, head_dim = self._kv_shape
         try:
@@ -100,6 +113,14 @@ class TorchRunner:
             size = num_blocks * tokens_per_block
             raise CapacityError(f"no memory for a KV pool of {size} tokens: {error}") from error
         logger.info("KV pool: %d blocks, %.0f MB", num_blocks, self._pool.size_bytes / 1e6)
+        if num_host_blocks:
+            self._transport = _open_transport(self._pool.as_bytes(), num_host_blocks)
+
+    @property
+    def transport(self) -> KvTransport:
+        """See Runner."""
+        assert self._transport is not None, "there are no host blocks"
+        return self._transport
 
     def add_request(self, request_id: int, request: Request) -> None:
         """See Runner. Its sampling parameters are in range (`admission`)."""
@@ -149,6 +170,21 @@ class TorchRunner:
     def _allocated_pool(self) -> KvPool:
         assert self._pool is not None, "allocate_kv comes first"
         return self._pool
+
+
+def _open_transport(device: torch.Tensor, num_host_blocks: int) -> KvTransport:
+    """The host pool beside the device pool `device` [num_blocks, block_bytes], and its copies.
+    Raises CapacityError."""
+    block_bytes = device.shape[1]
+    try:
+        host = allocate_rows(num_host_blocks, block_bytes)
+    except MemoryError as error:
+        size = num_host_blocks * block_bytes
+        raise CapacityError(f"no memory for a host KV pool of {size} bytes: {error}") from error
+    logger.info("host KV pool: %d blocks, %.0f MB", num_host_blocks, host.nbytes / 1e6)
+    if device.is_cuda:
+        return open_cuda_transport(device, host)
+    return ThreadTransport(ArrayMemory(device.numpy(), host))
 
 
 def _open_device(name: str) -> torch.device:

@@ -9,9 +9,11 @@ the clock by `step_s` (`stepped.SteppedExecutor`).
 
 Where the seconds come from is the caller's: a function of the chunks of a step. Such functions are
 fitted to measured steps (perf/engine_step.py measures them), as base + per sequence + per token of
-context read + per token of prefill, the same form that `tokenflow.costs` learns.
+context read + per token of prefill, the same form that `tokenflow.costs` learns. Copies between the
+tiers take the time that virtual_transport.py gives them: beside the steps, unless a step waits.
 
-Invariant: `step_s` and `num_scheduled` are those of the last step, `num_sampled` only grows.
+Invariants: `step_s` and `num_scheduled` are those of the last step, `num_sampled` only grows; `now`
+is the instant of the last `reset` plus what its step has taken so far.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Callable, Sequence
 
 from tokenflow.executor.api import Request
 from tokenflow.inflight.runner import BlockCopy, SequenceChunk, StepOutput
+from tokenflow.inflight.virtual_transport import CopyCosts, VirtualTransport
 
 _EMPTY_STEP_S = 1e-4
 
@@ -30,26 +33,62 @@ StepCost = Callable[[Sequence[SequenceChunk], int], float]
 class VirtualRunner:
     """Implements `runner.Runner` without computing.
 
-    step_s: seconds of the step computed since `reset`, next to nothing if none was.
-    scheduled_ids: engine ids of the sequences in that step.
+    copy_costs: what copies between the tiers take; None: no host tier can be had.
+    scheduled_ids: engine ids of the sequences in the step computed since `reset`.
+    wait_s: for how long that step waited for copies; `step_s` contains it.
     num_sampled: tokens sampled in all steps, those that a cancel then throws away included.
     """
 
     vocab_size = 1 << 16
 
-    def __init__(self, cost: StepCost) -> None:
+    def __init__(self, cost: StepCost, copy_costs: CopyCosts | None = None) -> None:
         self._cost = cost
+        self._copy_costs = copy_costs
+        self._transport = VirtualTransport(copy_costs, self) if copy_costs is not None else None
+        self._start_time = 0.0
         self._num_steps = 0
+        self._compute_s: float | None = None
         self.num_sampled = 0
-        self.step_s = _EMPTY_STEP_S
+        self.wait_s = 0.0
         self.scheduled_ids: tuple[int, ...] = ()
 
-    def reset(self) -> None:
-        """Call before each step: one that computes nothing takes hardly any time, but time."""
-        self.step_s, self.scheduled_ids = _EMPTY_STEP_S, ()
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step computed since `reset`, next to nothing if none was."""
+        return self.wait_s + (_EMPTY_STEP_S if self._compute_s is None else self._compute_s)
 
-    def allocate_kv(self, num_blocks: int, tokens_per_block: int) -> None:
-        """No memory is needed."""
+    @property
+    def now(self) -> float:
+        """Current virtual instant, s."""
+        return self._start_time + self.wait_s + (self._compute_s or 0.0)
+
+    def reset(self, now: float) -> None:
+        """Call before each step, with the instant at which it begins."""
+        self._start_time, self._compute_s, self.wait_s = now, None, 0.0
+        self.scheduled_ids = ()
+
+    def spend(self, seconds: float) -> None:
+        """The step waits so long for a copy. Raises RuntimeError once it has computed: its length
+        is known then, and it can grow no more."""
+        if self._compute_s is not None:
+            raise RuntimeError("a step waits for a copy after it has computed")
+        self.wait_s += seconds
+
+    def kv_block_bytes(self, tokens_per_block: int) -> int:
+        """What the copy of a block moves; without copies one byte, since there is nothing to hold
+        and a size has to be positive."""
+        return 1 if self._copy_costs is None else self._copy_costs.block_bytes
+
+    def allocate_kv(self, num_blocks: int, tokens_per_block: int, num_host_blocks: int = 0) -> None:
+        """No memory is needed. Raises ValueError for a host tier whose copies have no costs."""
+        if num_host_blocks and self._copy_costs is None:
+            raise ValueError("a host tier in virtual time needs copy_costs")
+
+    @property
+    def transport(self) -> VirtualTransport:
+        """See Runner."""
+        assert self._transport is not None, "no host tier was asked for"
+        return self._transport
 
     def add_request(self, request_id: int, request: Request) -> None:
         """Nothing is kept."""
@@ -58,11 +97,11 @@ class VirtualRunner:
         """Nothing was kept."""
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Nothing to copy; copies cost no time."""
+        """Nothing to copy; copies inside the device cost no time."""
 
     def forward(self, chunks: Sequence[SequenceChunk]) -> StepOutput:
         """Token 0 for each chunk that samples; the time of the step is in `step_s`."""
-        self.step_s = self._cost(chunks, self._num_steps)
+        self._compute_s = self._cost(chunks, self._num_steps)
         self.scheduled_ids = tuple(chunk.request_id for chunk in chunks)
         self._num_steps += 1
         num_sampled = sum(chunk.samples for chunk in chunks)

@@ -1,0 +1,104 @@
+"""Copies that fail while others depend on them: nothing half done is found, no slot is lost."""
+
+from tests.inflight.paces import WhenTold
+from tokenflow.executor.api import KvCacheConfig
+from tokenflow.inflight.kv_cache import KvCacheManager
+from tokenflow.inflight.scripted_runner import ScriptedRunner
+from tokenflow.inflight.scripts import counting
+from tokenflow.inflight.tiers import HostTier
+
+SIZE = 2
+
+
+def make(num_blocks, num_host_blocks, pace, *, inclusive=False):
+    runner = ScriptedRunner(counting(9), 9, pace=pace)
+    runner.allocate_kv(num_blocks, SIZE, num_host_blocks)
+    host = HostTier(
+        num_blocks=num_host_blocks,
+        block_bytes=1,
+        transport=runner.transport,
+        inclusive=inclusive,
+    )
+    return runner, KvCacheManager(KvCacheConfig(max_tokens=num_blocks * SIZE), SIZE, host)
+
+
+def compute(runner, kv, token_ids):
+    """A sequence with all its blocks filled, by hand."""
+    sequence = kv.allocate(token_ids)
+    assert kv.run_moves(runner.copy_blocks) is None
+    for slot in sequence.slots(99):
+        runner._blocks[slot] = [(1, 1)] * SIZE
+    return sequence
+
+
+def put(runner, kv, token_ids):
+    kv.release(compute(runner, kv, token_ids), token_ids, len(token_ids))
+    kv.check_integrity()
+
+
+def test_what_was_to_be_brought_back_from_a_failed_offload_is_gone():
+    """Pushed out and wanted again in one step: the copy back reads what the first one wrote."""
+    num_to_fail = [0]
+
+    def fate(transfer):
+        num_to_fail[0] -= 1
+        return "planned" if num_to_fail[0] >= 0 else None
+
+    for fails in (False, True):
+        runner, kv = make(4, 8, WhenTold(fate))
+        put(runner, kv, [1, 1, 2, 2])
+        other = kv.allocate([5, 6, 7, 5, 6, 7, 5, 6])
+        kv.release(other, [], 0)
+        again = kv.allocate([1, 1, 2, 2, 3])
+        assert again.num_onboarded_blocks == 2
+        num_to_fail[0] = int(fails)
+        assert kv.run_moves(runner.copy_blocks) is None
+        assert kv.take_damaged() == ({again} if fails else set())
+        kv.discard(again)
+        kv.forget_bad()
+        kv.check_integrity()
+        assert kv.locate([1, 1, 2, 2, 3]).num_tokens == (0 if fails else 4)
+        assert runner.transport.num_under_way == 0
+
+
+def test_blocks_below_one_whose_prefetch_failed_are_forgotten_on_their_way():
+    pace = WhenTold()
+    runner, kv = make(4, 8, pace, inclusive=True)
+    path = [1, 1, 2, 2, 3, 3, 4, 4]
+    put(runner, kv, path)
+    kv.discard(compute(runner, kv, [5, 6, 7, 5, 6, 7, 5, 6]))
+    assert kv.locate([*path, 0]).num_host_blocks == 4
+    user = compute(runner, kv, [8, 8, 8, 8])
+    kv.prefetch([*path, 0])
+    kv.discard(user)
+    kv.prefetch([*path, 0])
+    assert [len(transfer.copies) for transfer in pace.pending] == [2, 2]
+    pace.fail(0)
+    kv.begin(0.0)
+    kv.check_integrity()
+    assert kv.locate([*path, 0]).num_tokens == 0, "what is below the lost ones is lost with them"
+    assert kv.tier_stats().num_device_in_transit_blocks == 2, "their slots are still written to"
+    assert kv.tier_stats().num_host_in_transit_blocks == 2
+    pace.complete()
+    kv.begin(0.0)
+    kv.check_integrity()
+    stats = kv.tier_stats()
+    assert stats.num_device_in_transit_blocks == stats.num_host_in_transit_blocks == 0
+    assert stats.num_device_cached_blocks == stats.num_host_cached_blocks == 0
+    assert runner.transport.num_under_way == 0
+
+
+def test_a_block_wanted_while_its_prefetch_is_failing_is_computed():
+    is_broken: list[bool] = []
+    runner, kv = make(
+        4, 8, WhenTold(lambda transfer: "planned" if is_broken else None), inclusive=True
+    )
+    put(runner, kv, [1, 1, 2, 2])
+    kv.discard(compute(runner, kv, [5, 6, 7, 5, 6, 7, 5, 6]))
+    is_broken.append(True)
+    kv.prefetch([1, 1, 2, 2, 0])
+    wanted = kv.allocate([1, 1, 2, 2, 0])
+    assert wanted.num_reused_tokens == 0
+    kv.check_integrity()
+    kv.discard(wanted)
+    kv.check_integrity()

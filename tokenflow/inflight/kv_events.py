@@ -1,0 +1,110 @@
+"""KV events of the engine: what became findable, moved or left the tree.
+
+Owns the names of blocks in events (a 64-bit hash chained over the parents', the salt in the first)
+and the bounded buffer. Facts of TensorRT-LLM that are kept: events become visible once per
+iteration; the oldest are discarded when the buffer is full, so that ids have a gap; consecutive
+removals are one event, and so are blocks stored one under the other.
+
+`record_*` and `flush` belong to the engine's thread, `get_latest_events` to any one other thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+
+from tokenflow.executor.kv_api import (
+    KVCacheCreatedData,
+    KVCacheEvent,
+    KVCacheEventData,
+    KVCacheEventDiffInt,
+    KVCacheRemovedData,
+    KVCacheStoredBlockData,
+    KVCacheStoredData,
+    KVCacheUpdatedData,
+)
+from tokenflow.inflight.reuse_tree import Block, TokenKey, TreeNode
+
+logger = logging.getLogger("tokenflow")
+
+_MASK = (1 << 64) - 1
+_NO_SALT = -1
+
+
+class KvEvents:
+    """Implements `kv_api.KVCacheEventManager`. max_size: events kept for a reader, at least 1."""
+
+    def __init__(self, max_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
+        self._max_size = max_size
+        self._next_id = 0
+        self._pending: list[KVCacheEventData] = []
+        self._lock = threading.Lock()
+        self._visible: deque[KVCacheEvent] = deque(maxlen=max_size)
+        self._has_warned = False
+        self._pending.append(KVCacheCreatedData([num_device_blocks, num_host_blocks]))
+        self.flush()
+
+    def record_stored(self, block: Block, cache_level: int) -> None:
+        """`block` was put into the tree."""
+        parent = block.parent
+        parent_hash = parent.block_hash if isinstance(parent, Block) else None
+        entry = KVCacheStoredBlockData(
+            block.block_hash, list(block.token_ids), cache_level, block.priority
+        )
+        last = self._pending[-1] if self._pending else None
+        if isinstance(last, KVCacheStoredData) and last.blocks[-1].block_hash == parent_hash:
+            last.blocks.append(entry)
+        else:
+            self._pending.append(KVCacheStoredData(parent_hash, [entry]))
+
+    def record_removed(self, block: Block) -> None:
+        """`block` left the tree."""
+        last = self._pending[-1] if self._pending else None
+        if isinstance(last, KVCacheRemovedData):
+            last.block_hashes.append(block.block_hash)
+        else:
+            self._pending.append(KVCacheRemovedData([block.block_hash]))
+
+    def record_level(self, block: Block, old: int, new: int) -> None:
+        """`block` moved to another tier, or to where it has the better one of two copies."""
+        level = KVCacheEventDiffInt(old, new)
+        self._pending.append(KVCacheUpdatedData(block.block_hash, cache_level=level))
+
+    def record_priority(self, block: Block, old: int) -> None:
+        """The priority of `block` changed."""
+        priority = KVCacheEventDiffInt(old, block.priority)
+        self._pending.append(KVCacheUpdatedData(block.block_hash, priority=priority))
+
+    def record_host_copy(self, block: Block) -> None:
+        """`block`, on the device, got or lost its copy on the host."""
+        has_copy = block.host_slot is not None
+        self._pending.append(KVCacheUpdatedData(block.block_hash, has_host_copy=has_copy))
+
+    def flush(self) -> None:
+        """Make what was recorded visible; once per iteration."""
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        with self._lock:
+            num_lost = len(self._visible) + len(pending) - self._max_size
+            for data in pending:
+                self._visible.append(KVCacheEvent(self._next_id, data))
+                self._next_id += 1
+        if num_lost > 0 and not self._has_warned:
+            self._has_warned = True
+            logger.warning("KV events were lost: event_buffer_max_size is %d", self._max_size)
+
+    def get_latest_events(self, timeout_ms: float | None = None) -> list[KVCacheEvent]:
+        """See KVCacheEventManager; never waits."""
+        with self._lock:
+            events = list(self._visible)
+            self._visible.clear()
+        return events
+
+
+def block_hash(parent: TreeNode, key: TokenKey, cache_salt_id: int | None) -> int:
+    """Name of the block with the tokens `key` under `parent`."""
+    if isinstance(parent, Block):
+        return hash((parent.block_hash, key)) & _MASK
+    return hash((_NO_SALT if cache_salt_id is None else cache_salt_id, key, 0)) & _MASK
