@@ -4,8 +4,9 @@ Invariants:
 - Host to proxy: at most `window` iteration messages are unacknowledged (`ResponseOutbox`); the host
   neither sends nor steps beyond that, so a proxy that does not read costs no memory there.
 - Proxy to host: sending never blocks (`CommandSender`); what the socket does not take waits in a
-  buffer of bounded size, beyond which requests are refused. Cancels and acknowledgements are always
-  taken: there is at most one cancel per request and one acknowledgement per message of the window.
+  buffer of bounded size, beyond which requests are refused, and hints from a small part of it on.
+  Cancels and acknowledgements are always taken: there is at most one cancel per request and one
+  acknowledgement per message of the window.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from __future__ import annotations
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tokenflow.errors import EngineError
 from tokenflow.executor.api import IterationStats, Response
 from tokenflow.executor.channel import MAX_MESSAGE_BYTES, FromHost, Iteration, encode
+from tokenflow.executor.kv_api import KVCacheEvent
 
 MAX_BACKLOG_BYTES = 64 << 20
+HINT_SHARE = 1 / 16
+"""Of the backlog that hints may fill; the rest is for requests."""
 DEFAULT_WINDOW = 32
 
 _STEPS_AHEAD_PER_MESSAGE = 8
@@ -50,8 +54,8 @@ class CommandSender:
         """True while something waits for the socket."""
         return bool(self._backlog)
 
-    def send(self, frame: bytes, *, bounded: bool) -> bool:
-        """Send or buffer; False = refused, because `bounded` and the buffer is full."""
+    def send(self, frame: bytes, *, bounded: bool, share: float = 1.0) -> bool:
+        """Send or buffer; False = refused, because `bounded` and `share` of the buffer is full."""
         with self._lock:
             if self._closed:
                 return True
@@ -61,7 +65,8 @@ class CommandSender:
                     return True
             else:
                 rest = memoryview(frame)
-                if bounded and self._backlog_bytes + len(rest) > self._max_backlog_bytes:
+                limit = share * self._max_backlog_bytes
+                if bounded and self._backlog_bytes + len(rest) > limit:
                     return False
             self._backlog.append(rest)
             self._backlog_bytes += len(rest)
@@ -118,18 +123,25 @@ class ResponseOutbox:
         self._acked_seq = 0
         self._responses: list[Response] = []
         self._stats: list[IterationStats] = []
+        self._events: list[KVCacheEvent] = []
         self._closed = False
 
     def send_now(self, message: FromHost) -> None:
-        """Send a message that needs no window (progress, ready, failed)."""
+        """Send a message that needs no window (progress, ready, failed, answers)."""
         with self._condition:
             self._socket.sendall(encode(message))
 
-    def push(self, responses: list[Response], stats: list[IterationStats]) -> None:
+    def push(
+        self,
+        responses: list[Response],
+        stats: list[IterationStats],
+        events: Sequence[KVCacheEvent] = (),
+    ) -> None:
         """Send one iteration; returns when it is on its way."""
         with self._condition:
             self._responses += responses
             self._stats += stats
+            self._events += events
             self._send_pending()
             self._condition.wait_for(self._nothing_pending)
 
@@ -177,33 +189,57 @@ class ResponseOutbox:
         return self._closed or (is_near and self._has_room())
 
     def _nothing_pending(self) -> bool:
-        return not self._responses and not self._stats
+        return not self._responses and not self._stats and not self._events
 
     def _send_pending(self) -> None:
         if self._has_room() and not self._nothing_pending():
             responses, self._responses = self._responses, []
             stats, self._stats = self._stats, []
+            events, self._events = self._events, []
             if not self._closed:
-                self._send(responses, stats)
+                self._send(responses, stats, events)
 
-    def _send(self, responses: list[Response], stats: list[IterationStats]) -> None:
-        """A batch that is too large goes in halves, and a single response that is too large becomes
-        an error (its stream could not be delivered)."""
+    def _send(
+        self, responses: list[Response], stats: list[IterationStats], events: list[KVCacheEvent]
+    ) -> None:
+        """A batch that is too large goes in parts, KV events first; a single response that is too
+        large becomes an error (its stream could not be delivered), and a single event is left out,
+        which its reader sees as a gap in the ids."""
         try:
-            frame = encode(Iteration(self._sent_seq + 1, responses, stats), self._max_message_bytes)
+            message = Iteration(self._sent_seq + 1, responses, stats, events)
+            frame = encode(message, self._max_message_bytes)
         except EngineError as error:
-            if not responses:
-                raise
-            if len(responses) > 1:
-                middle = len(responses) // 2
-                self._send(responses[:middle], stats)
-                self._send(responses[middle:], [])
-                return
-            failed = Response(
-                request_id=responses[0].request_id,
-                client_id=responses[0].client_id,
-                error=str(error),
-            )
-            frame = encode(Iteration(self._sent_seq + 1, [failed], stats))
+            self._send_parts(responses, stats, events, error)
+            return
         self._sent_seq += 1
         self._socket.sendall(frame)
+
+    def _send_parts(
+        self,
+        responses: list[Response],
+        stats: list[IterationStats],
+        events: list[KVCacheEvent],
+        error: EngineError,
+    ) -> None:
+        if events and (responses or stats):
+            self._send([], [], events)
+            self._send(responses, stats, [])
+        elif events:
+            middle = len(events) // 2
+            if middle:
+                self._send([], [], events[:middle])
+                self._send([], [], events[middle:])
+        elif not responses:
+            raise error
+        elif len(responses) > 1:
+            middle = len(responses) // 2
+            self._send(responses[:middle], stats, [])
+            self._send(responses[middle:], [], [])
+        else:
+            first = responses[0]
+            failed = Response(
+                request_id=first.request_id, client_id=first.client_id, error=str(error)
+            )
+            if responses == [failed]:
+                raise error
+            self._send([failed], stats, [])

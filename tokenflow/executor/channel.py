@@ -17,6 +17,7 @@ import msgspec
 from tokenflow.config import ServingConfig
 from tokenflow.errors import EngineError
 from tokenflow.executor.api import IterationStats, Request, Response
+from tokenflow.executor.kv_api import KVCacheEvent, KvLocation
 
 MAX_MESSAGE_BYTES = 64 << 20
 
@@ -24,13 +25,21 @@ _HEADER_BYTES = 4
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the running engine is. vocab_size: 0 where the engine does not say."""
+    """What the running engine is. vocab_size, block_bytes: 0 where the engine does not say.
+
+    num_host_blocks: size of the host tier. block_bytes: KV of one block of all layers.
+    has_kv_events, has_kv_tiering: what the executor's two getters give.
+    """
 
     vocab_size: int
     num_blocks: int
     tokens_per_block: int
     max_batch_size: int
     max_seq_len: int
+    num_host_blocks: int = 0
+    block_bytes: int = 0
+    has_kv_events: bool = False
+    has_kv_tiering: bool = False
 
     @classmethod
     def from_config(cls, config: ServingConfig, *, vocab_size: int) -> EngineInfo:
@@ -65,6 +74,36 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     request_id: int
 
 
+class Offload(msgspec.Struct, frozen=True, tag="offload"):
+    """See `KvTiering.offload`."""
+
+    token_ids: list[int]
+    max_blocks: int
+    cache_salt_id: int | None
+
+
+class Prefetch(msgspec.Struct, frozen=True, tag="prefetch"):
+    """See `KvTiering.prefetch`."""
+
+    token_ids: list[int]
+    cache_salt_id: int | None
+
+
+class DropHost(msgspec.Struct, frozen=True, tag="drop_host"):
+    """See `KvTiering.drop_host`."""
+
+    token_ids: list[int]
+    cache_salt_id: int | None
+
+
+class Locate(msgspec.Struct, frozen=True, tag="locate"):
+    """See `KvTiering.locate`; `question` comes back in the answer."""
+
+    question: int
+    token_ids: list[int]
+    cache_salt_id: int | None
+
+
 class Ack(msgspec.Struct, frozen=True, tag="ack"):
     """Every iteration message up to `seq` was taken by the proxy's caller."""
 
@@ -95,15 +134,24 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Iteration(msgspec.Struct, frozen=True, tag="iteration"):
-    """What became ready together, and the statistics drained at the same time."""
+    """What became ready together, and the statistics and KV events drained at the same time."""
 
     seq: int
     responses: list[Response]
     stats: list[IterationStats]
+    events: list[KVCacheEvent] = []
 
 
-ToHost = Setup | Enqueue | Cancel | Ack | Shutdown
-FromHost = Progress | Ready | Failed | Iteration
+class Located(msgspec.Struct, frozen=True, tag="located"):
+    """The answer to a Locate."""
+
+    question: int
+    location: KvLocation
+
+
+TieringHint = Offload | Prefetch | DropHost
+ToHost = Setup | Enqueue | Cancel | TieringHint | Locate | Ack | Shutdown
+FromHost = Progress | Ready | Failed | Iteration | Located
 
 _to_host_decoder = msgspec.msgpack.Decoder(ToHost)
 _from_host_decoder: msgspec.msgpack.Decoder[FromHost] = msgspec.msgpack.Decoder(FromHost)

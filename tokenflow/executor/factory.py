@@ -12,6 +12,8 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from tokenflow.config import ServingConfig
 from tokenflow.errors import ConfigError, EngineError
 from tokenflow.executor.api import Executor, Request
@@ -19,7 +21,7 @@ from tokenflow.executor.channel import EngineInfo
 from tokenflow.executor.remote import RemoteExecutor
 from tokenflow.executor.startup import StopSignal
 from tokenflow.inflight.executor import InflightExecutor
-from tokenflow.inflight.runner import BlockCopy, Runner, SequenceChunk, StepOutput
+from tokenflow.inflight.runner import BlockCopy, KvTransport, Runner, SequenceChunk, StepOutput
 from tokenflow.inflight.scripted_runner import create_scripted_runner
 
 logger = logging.getLogger("tokenflow")
@@ -48,9 +50,18 @@ class GatedRunner:
         """See Runner."""
         return self._runner.vocab_size
 
-    def allocate_kv(self, num_blocks: int, tokens_per_block: int) -> None:
+    def kv_block_bytes(self, tokens_per_block: int) -> int:
         """See Runner."""
-        self._runner.allocate_kv(num_blocks, tokens_per_block)
+        return self._runner.kv_block_bytes(tokens_per_block)
+
+    def allocate_kv(self, num_blocks: int, tokens_per_block: int, num_host_blocks: int) -> None:
+        """See Runner."""
+        self._runner.allocate_kv(num_blocks, tokens_per_block, num_host_blocks)
+
+    @property
+    def transport(self) -> KvTransport:
+        """See Runner."""
+        return self._runner.transport
 
     def add_request(self, request_id: int, request: Request) -> None:
         """See Runner."""
@@ -105,10 +116,41 @@ def create_engine(
     Raises ConfigError naming the key that is refused, CapacityError when the KV pool does not fit.
     """
     runner = _create_runner(config, on_progress or _no_progress)
+    _check_host_tier(config, runner.kv_block_bytes(config.tokens_per_block))
     info = EngineInfo.from_config(config, vocab_size=runner.vocab_size)
     if before_step is not None:
         runner = GatedRunner(runner, before_step)
-    return InflightExecutor(runner, config.executor_config()), info
+    executor = InflightExecutor(runner, config.executor_config())
+    info = msgspec.structs.replace(
+        info, num_host_blocks=executor.num_host_blocks, block_bytes=executor.block_bytes
+    )
+    return executor, info
+
+
+def _check_host_tier(config: ServingConfig, block_bytes: int) -> None:
+    """Raises ConfigError for kv_tiering without what it needs; warns of memory that is switched
+    off. (Memory for less than a block is the engine's to tell.)"""
+    num_bytes, unused = config.kv_cache_host_memory_bytes, None
+    if not config.enable_kv_cache_reuse:
+        unused = "enable_kv_cache_reuse is false"
+    elif not config.kv_cache_onboard_blocks:
+        unused = "kv_cache_onboard_blocks is false"
+    if not config.kv_tiering:
+        if unused and num_bytes:
+            logger.warning(
+                "%s: there is no host tier, kv_cache_host_memory_bytes is ignored", unused
+            )
+        return
+    if unused or num_bytes < block_bytes:
+        why = unused or f"one KV block takes {block_bytes}"
+        raise ConfigError(
+            "kv_tiering",
+            f"needs a host tier, but kv_cache_host_memory_bytes is {num_bytes} and {why}",
+        )
+    if not config.kv_event_buffer_max_size:
+        raise ConfigError(
+            "kv_tiering", "needs kv_event_buffer_max_size > 0: only events tell what is copied"
+        )
 
 
 def _create_runner(config: ServingConfig, on_progress: OnProgress) -> Runner:

@@ -7,7 +7,8 @@ engine and then sends one message per batch of responses; the reader thread take
 Invariants:
 - Dies with its parent: the kernel kills it when the thread that created it ends, and the end of the
   channel ends it at once, in whatever state it is.
-- Idle means blocked: no polling while the engine has no request.
+- Idle means blocked: no polling while the engine has no request, but for a moment after a hint
+  about KV, which an idle engine may act on.
 - An engine that fails for good (it takes no more requests) takes this process with it. What it had
   computed leaves first; its error responses do not, because no request is at fault: the end of
   the process is what tells the proxy, and the last line of the output tells why.
@@ -33,6 +34,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NoReturn, Protocol
 
+import msgspec
+
 from tokenflow.config import ServingConfig, parse_parameters
 from tokenflow.errors import EngineError, EngineLostError, TokenFlowError
 from tokenflow.executor.api import Executor, IterationStats, Response
@@ -44,13 +47,17 @@ from tokenflow.executor.channel import (
     Enqueue,
     Failed,
     FrameBuffer,
+    Locate,
     Progress,
     Ready,
     Setup,
     Shutdown,
+    TieringHint,
     ToHost,
     decode_to_host,
 )
+from tokenflow.executor.host_kv import HostKv
+from tokenflow.executor.kv_api import KVCacheEvent
 from tokenflow.executor.request_ids import RequestIds
 
 EXIT_OK = 0
@@ -95,6 +102,7 @@ class EngineHost:
         self._stopping = threading.Event()
         self._outbox: ResponseOutbox
         self._executor: Executor
+        self._kv: HostKv
 
     def run(self) -> int:
         """Serve until the proxy asks for the end or goes away."""
@@ -112,6 +120,10 @@ class EngineHost:
             _report_exception()
             self._outbox.send_now(Failed(f"{type(error).__name__}: {error}"[:4000]))
             return EXIT_LOAD_FAILED
+        self._kv = HostKv(self._executor, self._outbox.send_now)
+        info = msgspec.structs.replace(
+            info, has_kv_events=self._kv.has_events, has_kv_tiering=self._kv.has_tiering
+        )
         self._loaded.set()
         self._outbox.send_now(Ready(info))
         return self._pump()
@@ -129,13 +141,13 @@ class EngineHost:
 
     def _pump(self) -> int:
         """Send what becomes ready, one message per batch, until the engine is shut down."""
-        settled = True
+        settled = not self._kv.has_events  # the first one says how large the tiers are
         while True:
             if settled:
                 self._busy.wait()
                 self._busy.clear()
             try:
-                responses, stats, failed = self._pull()
+                responses, stats, events, failed = self._pull()
             except Exception as error:
                 if self._stopping.is_set():
                     return EXIT_OK
@@ -149,20 +161,24 @@ class EngineHost:
             errors = [response.error_msg for response in responses if response.has_error()]
             if failed:
                 responses = [response for response in responses if not response.has_error()]
-            if responses or stats:
-                self._outbox.push(self._ids.translate(responses), stats)
+            is_quiet = not responses and not stats and not events
+            if not is_quiet:
+                self._outbox.push(self._ids.translate(responses), stats, events)
             if failed:
                 _report(errors[-1] if errors else "the engine takes no more requests")
                 return EXIT_ENGINE_FAILED
-            settled = not responses and not stats and self._ids.empty()
+            settled = is_quiet and self._ids.empty() and not self._kv.expects_more()
 
-    def _pull(self) -> tuple[list[Response], list[IterationStats], bool]:
+    def _pull(
+        self,
+    ) -> tuple[list[Response], list[IterationStats], list[KVCacheEvent], bool]:
         """What is ready, and whether the engine has failed for good: then that is all there is."""
         responses = self._executor.await_responses(_POLL)
         failed = not self._executor.can_enqueue_requests()
         if failed and self._executor.get_num_responses_ready():
             responses += self._executor.await_responses(timedelta(0))
-        return responses, self._executor.get_latest_iteration_stats(), failed
+        stats = self._executor.get_latest_iteration_stats()
+        return responses, stats, self._kv.drain_events(), failed
 
     # -- reader thread -------------------------------------------------------------------------
 
@@ -194,6 +210,11 @@ class EngineHost:
             engine_id = self._ids.engine_id(message.request_id)
             if engine_id is not None:
                 self._executor.cancel_request(engine_id)
+        elif isinstance(message, TieringHint):
+            self._kv.hint(message)
+            self._busy.set()
+        elif isinstance(message, Locate):
+            self._kv.ask(message)
         else:
             raise EngineError(f"unexpected {type(message).__name__}")
 

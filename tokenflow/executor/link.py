@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenflow.errors import LAST_OUTPUT, EngineError
-from tokenflow.executor.backpressure import CommandSender
+from tokenflow.executor.backpressure import HINT_SHARE, CommandSender
 from tokenflow.executor.channel import (
     FrameBuffer,
     FromHost,
@@ -111,6 +111,15 @@ class EngineLink:
         EngineError when it cannot be encoded, or (`bounded`) when too much waits already."""
         if not self._sender.send(encode(message), bounded=bounded):
             raise EngineError("the engine takes no commands and the buffer for them is full")
+
+    def send_hint(self, message: Any) -> bool:
+        """Send a message that may as well be lost: False when it was, because the engine does not
+        read fast enough or the message is no message."""
+        try:
+            frame = encode(message)
+        except EngineError:
+            return False
+        return self._sender.send(frame, bounded=True, share=HINT_SHARE)
 
     def kill(self) -> None:
         """End the process at once, in whatever state it is; never waits, safe from any thread until

@@ -27,7 +27,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from tokenflow.config import ServingConfig, format_parameters
 from tokenflow.errors import EngineError, EngineLostError
@@ -40,10 +39,12 @@ from tokenflow.executor.channel import (
     Enqueue,
     FromHost,
     Iteration,
+    Located,
     Setup,
     Shutdown,
 )
 from tokenflow.executor.link import EngineLink
+from tokenflow.executor.remote_kv import RemoteKvEvents, RemoteKvTiering
 from tokenflow.executor.startup import EngineStartup, StopSignal
 
 logger = logging.getLogger("tokenflow")
@@ -95,6 +96,9 @@ class RemoteExecutor:
         self._stats: deque[IterationStats] = deque(
             maxlen=config.executor_config().iter_stats_max_iterations
         )
+        self._kv_events = RemoteKvEvents(
+            config.executor_config().kv_cache_config.event_buffer_max_size
+        )
         self._unfinished: dict[int, int | None] = {}  # request id -> client_id
         self._cancelled: set[int] = set()
         self._last_id = 0
@@ -103,6 +107,9 @@ class RemoteExecutor:
         self._kill_reason: str | None = None
         self._shut_down = False
         self._shutdown_lock = threading.Lock()
+        self._kv_tiering = RemoteKvTiering(
+            lambda message: self._link.send_hint(message), lambda message: self._link.send(message)
+        )
         self._link = EngineLink(
             on_message=self._on_message,
             on_end=self._on_end,
@@ -204,9 +211,13 @@ class RemoteExecutor:
         with self._condition:
             return not self._shut_down and self._lost is None
 
-    def get_kv_cache_event_manager(self) -> Any | None:
-        """None: events do not cross the channel."""
-        return None
+    def get_kv_cache_event_manager(self) -> RemoteKvEvents | None:
+        """The events that came over the channel, or None where the engine has none."""
+        return self._kv_events if self.info.has_kv_events else None
+
+    def get_kv_tiering(self) -> RemoteKvTiering | None:
+        """See Executor."""
+        return self._kv_tiering if self.info.has_kv_tiering else None
 
     def shutdown(self) -> None:
         """Stop the engine and its process within a bounded time; every thread, descriptor and
@@ -266,12 +277,16 @@ class RemoteExecutor:
     def _on_message(self, message: FromHost) -> None:
         if isinstance(message, Iteration):
             self._take(message)
+        elif isinstance(message, Located):
+            self._kv_tiering.take(message)
         else:
             self._startup.take(message)
 
     def _take(self, message: Iteration) -> None:
-        """Make responses and statistics visible. A message is acknowledged here while few wait for
+        """Make responses, statistics and KV events visible: the events first, so that whoever took
+        a response finds what happened before it. A message is acknowledged here while few wait for
         the caller; beyond that the caller does it when it takes them."""
+        self._kv_events.take(message.events)
         with self._condition:
             self._received_seq = message.seq
             self._stats.extend(message.stats)
@@ -308,6 +323,8 @@ class RemoteExecutor:
             self._cancelled.clear()
             self._condition.notify_all()
             expected = self._shut_down or self._startup.info is None
+        self._kv_events.close()
+        self._kv_tiering.lose(message)
         self._startup.lose(message)
         if not expected:
             logger.error("%s", message)
