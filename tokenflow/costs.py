@@ -1,7 +1,9 @@
 """What the engine's work costs now, learned from its iterations, pauses and resumes.
 
 Owns the online model `step seconds = base + per_sequence * generating + per_context_token * KV
-tokens read + prefill tokens / prefill rate`. Two parts that fail differently are kept apart:
+tokens read + prefill tokens / prefill rate`, without the time for which steps waited for copies
+between the KV tiers: those are learned by the block (copy_costs.py). Two parts that fail
+differently are kept apart:
 - the *shape* (the four coefficients, never negative): weighted ridge fit over a sliding window,
   older iterations fade, outliers are down-weighted by their distance in medians (Huber);
 - the *level*: median ratio of the last few iterations to the shape's prediction. It follows a
@@ -20,6 +22,7 @@ from collections import deque
 
 import numpy as np
 
+from tokenflow.copy_costs import CopyCostModel
 from tokenflow.executor.api import IterationStats
 from tokenflow.types import CostEstimate, FloatArray
 
@@ -57,6 +60,7 @@ class CostModel:
         self._num_observed = 0
         self._pauses: deque[float] = deque(maxlen=_NUM_ROUND_TRIPS)
         self._resumes: deque[float] = deque(maxlen=_NUM_ROUND_TRIPS)
+        self._copies = CopyCostModel()
         self._estimate: CostEstimate | None = None  # until the next observation
 
     @property
@@ -68,6 +72,9 @@ class CostModel:
         """Learn from one iteration of the engine."""
         batching = stats.inflight_batching_stats
         seconds = stats.iter_latency_ms / 1000.0
+        if stats.kv_tier_stats is not None:
+            self._estimate = None
+            seconds -= self._copies.observe(stats.kv_tier_stats)
         if seconds <= 0 or batching.num_scheduled_requests <= 0:
             return
         raw = (1, batching.num_gen_requests, stats.num_gen_context_tokens, batching.num_ctx_tokens)
@@ -84,12 +91,16 @@ class CostModel:
         self._estimate = None
         self._pauses.append(max(0.0, seconds))
 
-    def observe_resume(self, seconds: float, num_tokens: int) -> None:
+    def observe_resume(
+        self, seconds: float, num_tokens: int, num_onboarded_blocks: int = 0
+    ) -> None:
         """Learn from one resume: from enqueue to first token, with `num_tokens` recomputed
-        (1 = all kept). The recomputation is taken off: it is charged per request."""
+        (1 = all kept) and blocks brought back from the host. Both are taken off: they are charged
+        per request."""
         self._estimate = None
         recompute_s = max(0, num_tokens - 1) * self._prefill_s_per_token()
-        self._resumes.append(max(0.0, seconds - recompute_s))
+        onboard_s = num_onboarded_blocks * self._copies.onboard_block_s
+        self._resumes.append(max(0.0, seconds - recompute_s - onboard_s))
 
     def estimate(self, plan_interval_s: float) -> CostEstimate:
         """The current figures; `plan_interval_s` is the caller's time between two plans."""
@@ -109,6 +120,9 @@ class CostModel:
             pause_s=_round_trip(self._pauses, step_s),
             resume_s=_round_trip(self._resumes, step_s),
             plan_interval_s=plan_interval_s,
+            offload_block_s=self._copies.offload_block_s,
+            onboard_block_s=self._copies.onboard_block_s,
+            copy_wait_share=self._copies.wait_share,
         )
 
     def _prefill_s_per_token(self) -> float:

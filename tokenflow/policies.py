@@ -66,6 +66,14 @@ class TokenflowPolicy:
         worth 1 and at worthless 0, linearly (effective throughput, section 7.1.3).
     excess_order: which of the streams that are well ahead comes back first into free room.
     min_exchange_gain: tokens' worth gained, per token of round trip, that an exchange must bring.
+    link_share: share of the link between the tiers that streams taking turns may use: where a
+        pause moves KV, a stream runs as long as moving the whole pool takes at that share.
+    anticipate: in a burst, keep room for the arrivals that their averages announce.
+    write_through: copy KV to the host while its stream still runs (KvTiering).
+    write_through_fill: share of the pool that streams fill, from which that is worth while; in a
+        burst it always is. write_through_share: share of the time that those copies may take.
+    prefetch: bring KV back to the device before its stream is due (KvTiering).
+    prefetch_lead: multiple of the time that bringing it back takes, by which that is begun early.
     """
 
     conservativeness: float = 1.5
@@ -90,6 +98,13 @@ class TokenflowPolicy:
     worthless_share: float = 0.20
     min_exchange_gain: float = 3.0
     excess_order: ExcessOrder = ExcessOrder.LONGEST_REMAINING
+    link_share: float = 0.35
+    anticipate: bool = True
+    write_through: bool = True
+    write_through_fill: float = 0.7
+    write_through_share: float = 0.5
+    prefetch: bool = True
+    prefetch_lead: float = 2.0
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
@@ -102,6 +117,8 @@ class TokenflowPolicy:
             raise ConfigError("slack_floor_s", "must be > 0")
         if not self.low_share <= self.high_share < self.worthless_share:
             raise ConfigError("high_share", "low_share <= high_share < worthless_share must hold")
+        if not 0 < self.link_share <= 1:
+            raise ConfigError("link_share", f"must be in (0, 1], got {self.link_share!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,5 +168,6 @@ def policy_from_config(config: ServingConfig) -> Policy:
             conservativeness=config.conservativeness,
             slack_margin_s=config.slack_margin_s,
             min_quantum_s=config.min_quantum_s,
+            anticipate=config.anticipate_arrivals,
         )
     raise ConfigError("scheduling_policy", f"no such policy: {config.scheduling_policy!r}")

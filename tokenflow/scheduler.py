@@ -1,7 +1,7 @@
 """plan(Snapshot, policy) -> Decision: who runs, who is paused, who comes back.
 
 Owns the order in which room is given away (the rules that allow are in scheduler_rules.py, the
-forecasts in scheduler_forecast.py, the room itself in scheduler_view.py):
+forecasts in scheduler_load.py and scheduler_forecast.py, the room itself in scheduler_view.py):
 1. pinned: running streams keep what they hold; where the pool is about to run out under their
    growth, those with most slack are paused first (against their slack only if nobody else is
    left: counted as forced);
@@ -10,7 +10,10 @@ forecasts in scheduler_forecast.py, the room itself in scheduler_view.py):
 4. low: other paused streams, nearly empty readers first, into free room;
 5. rest: paused streams that are well ahead, then newcomers beyond what is schedulable, in order of
    arrival, into free room only: nobody yields for them;
-then exchanges between running and paused streams that gain more than they cost.
+then exchanges between running and paused streams that gain more than they cost. In a burst, room
+that announced newcomers will need is left out of 4 (for streams well ahead), and there are no
+exchanges. Last, what remains free is used ahead of need: copies to and from the host tier
+(scheduler_ahead.py).
 
 Invariants: pure and stateless, the same Snapshot and policy give the same Decision; the snapshot
 is never written; blocks and slots are never exceeded; no more victims than needed; nobody is
@@ -23,8 +26,10 @@ import numpy as np
 
 from tokenflow.executor.api import CapacitySchedulerPolicy
 from tokenflow.policies import ExcessOrder, FcfsReservePolicy, Policy, TokenflowPolicy, rank
+from tokenflow.scheduler_ahead import announced, prefetch, write_through
 from tokenflow.scheduler_balance import exchange
-from tokenflow.scheduler_forecast import Load, PrefillBudget, can_bring_back
+from tokenflow.scheduler_forecast import PrefillBudget, can_bring_back
+from tokenflow.scheduler_load import Load
 from tokenflow.scheduler_rules import (
     Victims,
     admissible,
@@ -62,24 +67,32 @@ def _plan_by_slack(snapshot: Snapshot, policy: TokenflowPolicy) -> Decision:
     state = snapshot.sessions.state
     nobody_waits = not ((state == WAITING).any() or (state == PREEMPTED).any())
     reserved = snapshot.kv.capacity_policy is CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
-    if nobody_waits and reserved:
+    if nobody_waits and reserved and not snapshot.kv.has_tiering:
         return Decision()
     view = view_of(snapshot, policy)
     draft = Draft(view)
     if draft.blocks < 0:
         _relieve_pool(view, draft)
-    if nobody_waits:
+    if nobody_waits and not snapshot.kv.has_tiering:
         return draft.decision()
-    draft.blocks -= view.reserve
     able = victims(view)
+    if not nobody_waits:
+        _place_all(view, draft, able)
+    if snapshot.kv.has_tiering:
+        prefetch(view, draft)
+        write_through(view, draft, able)
+    return draft.decision()
+
+
+def _place_all(view: View, draft: Draft, able: Victims) -> None:
+    draft.blocks -= view.reserve
     if _place_due(view, draft, able):
         held_for_head = _place_waiting(view, draft, able)
         if not held_for_head and _place_paused(view, draft):
             _place_rest(view, draft)
-        if not held_for_head and not draft.pause:
+        if not held_for_head and not draft.pause and not announced(view, draft)[0]:
             exchange(view, draft, able)
     draft.prune()
-    return draft.decision()
 
 
 def _relieve_pool(view: View, draft: Draft) -> None:
@@ -112,11 +125,10 @@ def _place_due(view: View, draft: Draft, able: Victims) -> bool:
     if not rows:
         return True
     s, policy, now = view.snapshot.sessions, view.policy, view.snapshot.now
-    rate = view.snapshot.costs.prefill_tokens_per_s
     all_placed, pool = True, _left(draft, able.for_due())
     for row in rows:
-        prefill_s = float(s.num_resume_tokens[row] - 1) / rate
-        chosen = draft.victims_for(row, (v for v, spare in pool if spare >= prefill_s))
+        engine_s = view.engine_s(row)
+        chosen = draft.victims_for(row, (v for v, spare in pool if spare >= engine_s))
         if chosen is not None:
             draft.place(row, "due", chosen)
             pool = _left(draft, pool) if chosen else pool
@@ -229,22 +241,33 @@ def _place_paused(view: View, draft: Draft) -> bool:
     if not len(view.paused):
         return True
     if draft.slots >= 1:
-        num_passed = 0
-        for row in _paused_in_order(view):
-            if draft.slots < 1 or num_passed > view.policy.max_passes:
-                break
-            if draft.named(row):
-                continue
-            if draft.fits(row):
-                draft.place(row, "free room")
-            else:
-                num_passed += 1
+        in_need, well_ahead = _paused_in_order(view)
+        num_passed = _place_into(view, draft, in_need, (0, 0), 0)
+        _place_into(view, draft, well_ahead, announced(view, draft), num_passed)
     return len(draft.resume) == len(view.paused)
 
 
-def _paused_in_order(view: View) -> list[int]:
-    """Readers that are not well ahead by P; after them those that are, and streams without a
-    reader, in the policy's order of excess."""
+def _place_into(
+    view: View, draft: Draft, rows: list[int], kept: tuple[int, int], num_passed: int
+) -> int:
+    """Resume those of `rows` that fit beside `kept` slots and blocks; returns how many were passed
+    over, with the `num_passed` before."""
+    num_slots, num_blocks = kept
+    for row in rows:
+        if draft.slots < 1 + num_slots or num_passed > view.policy.max_passes:
+            break
+        if draft.named(row):
+            continue
+        if draft.fits(row) and draft.blocks >= int(view.need[row]) + num_blocks:
+            draft.place(row, "free room")
+        else:
+            num_passed += 1
+    return num_passed
+
+
+def _paused_in_order(view: View) -> tuple[list[int], list[int]]:
+    """Readers that are not well ahead by P; and those that are, and streams without a reader, in
+    the policy's order of excess."""
     s = view.snapshot.sessions
     rows = view.paused
     unread = s.slack_s[rows] * s.read_rate[rows]
@@ -255,7 +278,7 @@ def _paused_in_order(view: View) -> list[int]:
     else:
         key = -s.num_generated[well_ahead]
     in_order = well_ahead[np.argsort(key, kind="stable")]
-    return [*_by_priority(view, rows[~ahead]), *in_order.tolist()]
+    return _by_priority(view, rows[~ahead]), in_order.tolist()
 
 
 def _place_rest(view: View, draft: Draft) -> None:

@@ -19,10 +19,9 @@ def exchange(view: View, draft: Draft, able: Victims) -> None:
     """Draft the exchanges that pay, neediest paused stream first."""
     takers = _low_paused(view, draft)
     givers = _far_ahead(view, able) if takers else []
-    s, rate = view.snapshot.sessions, view.snapshot.costs.prefill_tokens_per_s
     for taker in takers:
-        prefill_s = float(s.num_resume_tokens[taker] - 1) / rate
-        willing = (row for row, spare_s in givers if spare_s >= prefill_s and not draft.named(row))
+        engine_s = view.engine_s(taker)
+        willing = (row for row, spare_s in givers if spare_s >= engine_s and not draft.named(row))
         chosen = draft.victims_for(taker, willing)
         if chosen is None or len(chosen) != 1 or _gain(view, taker, chosen[0]) <= 0:
             continue
@@ -63,7 +62,7 @@ def _gain(view: View, taker: int, giver: int) -> float:
     The taker runs until its reader reaches the high share; those tokens count in full. In the same
     slot the giver would have produced as many, at the worth of its own reader's growing store. The
     round trip loses the giver's token in flight and the time of what is recomputed, in which nobody
-    in the batch gets a token.
+    in the batch gets a token; and that of the copies for which steps wait.
     """
     s, policy, costs = view.snapshot.sessions, view.policy, view.snapshot.costs
     num_tokens = (policy.high_share - _share(view, taker)) * float(s.max_tokens[taker])
@@ -72,7 +71,7 @@ def _gain(view: View, taker: int, giver: int) -> float:
         middle = _share(view, giver) + 0.5 * num_tokens / float(s.max_tokens[giver])
         span = policy.worthless_share - policy.high_share
         worth = min(1.0, max(0.0, (policy.worthless_share - middle) / span))
-    recompute = float(s.num_resume_tokens[taker] - 1) / costs.prefill_tokens_per_s
+    lost_s = view.engine_s(taker) + costs.copy_wait_share * view.overflow.mean_copy_s
     num_sequences = len(view.running) + len(view.starting)
-    round_trip_tokens = 1.0 + num_sequences * recompute / view.step_s
+    round_trip_tokens = 1.0 + num_sequences * lost_s / view.step_s
     return num_tokens * (1.0 - worth) - policy.min_exchange_gain * round_trip_tokens

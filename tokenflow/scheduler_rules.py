@@ -11,7 +11,7 @@ import numpy as np
 
 from tokenflow.policies import rank
 from tokenflow.scheduler_view import Draft, View
-from tokenflow.types import IntArray
+from tokenflow.types import FloatArray, IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,17 @@ class Victims:
 
 
 def victims(view: View) -> Victims:
-    """Rows that may be paused without a stall: S_i >= κ·(pause + resume + plan interval) + ε, with
-    what is to be recomputed. A stream without a reader may be paused a bounded number of times. One
+    """Rows that may be paused without a stall: S_i >= κ·(pause + offload + onboard + resume + plan
+    interval) + ε, with what is to be recomputed. Copies are charged only where the pool is going to
+    need the blocks. A stream without a reader may be paused a bounded number of times. One
     that ends within the round trip is left to end."""
     s, policy = view.snapshot.sessions, view.policy
     rows = view.running
     if not len(rows):
         return Victims([], [], [])
     costs, slack = view.snapshot.costs, s.slack_s[rows]
-    round_trip_s = view.resume_s(view.tokens_after_pause(rows) - 1)
+    num_tokens, num_blocks = view.overflow.after_pause(rows)
+    round_trip_s = view.resume_s(num_tokens - 1, num_blocks) + view.overflow.offload_s(rows)
     round_trip_s += costs.pause_s + costs.plan_interval_s
     spare_s = slack - (policy.conservativeness * round_trip_s + policy.slack_margin_s)
     left_s = (s.max_tokens[rows] - s.num_generated[rows]) * view.step_s
@@ -66,7 +68,7 @@ def victims(view: View) -> Victims:
     return Victims(
         rows[order].tolist(),
         spare_s[order].tolist(),
-        (ran_s[order] >= policy.min_quantum_s).tolist(),
+        (ran_s[order] >= view.quantum_s).tolist(),
     )
 
 
@@ -74,14 +76,12 @@ def due_rows(view: View) -> list[int]:
     """Paused rows that must come back now, most urgent first: S <= κ·t_resume + ε + plan interval,
     or, without a reader, paused for the longest time allowed. At most what one plan can place and
     pass over."""
-    s, policy, costs = view.snapshot.sessions, view.policy, view.snapshot.costs
+    s, policy = view.snapshot.sessions, view.policy
     rows = view.paused
     if not len(rows):
         return []
     slack, wait_s = s.slack_s[rows], view.snapshot.now - s.wait_since_time[rows]
-    limit = policy.conservativeness * view.resume_s(s.num_resume_tokens[rows] - 1)
-    limit += policy.slack_margin_s + costs.plan_interval_s
-    due = (slack <= limit) | ~s.started[rows]
+    due = (slack <= due_slack_s(view, rows)) | ~s.started[rows]
     due |= ~s.has_reader[rows] & (wait_s >= policy.max_machine_pause_s)
     rows, wait_s = rows[due], wait_s[due]
     urgency = np.where(s.has_reader[rows] & s.started[rows], s.slack_s[rows], 0.0)
@@ -89,6 +89,14 @@ def due_rows(view: View) -> list[int]:
     limit_rows = view.snapshot.kv.max_batch_size + policy.max_passes
     result: list[int] = rows[order[:limit_rows]].tolist()
     return result
+
+
+def due_slack_s(view: View, rows: IntArray) -> FloatArray:
+    """Slack in seconds at which each of the paused `rows` is due."""
+    policy, ways = view.policy, view.ways
+    resume_s = view.resume_s(ways.num_tokens[rows] - 1, ways.num_blocks[rows])
+    limit: FloatArray = policy.conservativeness * resume_s
+    return limit + (policy.slack_margin_s + view.snapshot.costs.plan_interval_s)
 
 
 def half_kept(view: View, draft: Draft, row: int) -> bool:

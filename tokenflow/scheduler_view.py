@@ -1,7 +1,7 @@
 """What the planner derives once from a snapshot, and the draft it fills.
 
 Owns: which rows run, start, leave, wait and are paused; the free slots and blocks they leave; what
-each row is charged when it is placed and gives back when it is paused.
+each row is charged when it is placed and gives back when it is paused; what its way back costs.
 
 Invariants: the snapshot's arrays are only read; a draft never goes below the free slots or blocks
 by placing (it may start below, when the pool is about to run out).
@@ -21,6 +21,7 @@ import numpy as np
 
 from tokenflow.executor.api import CapacitySchedulerPolicy
 from tokenflow.policies import TokenflowPolicy
+from tokenflow.scheduler_tiers import Overflow, ResumeWays, link_block_s, overflow_of, resume_ways
 from tokenflow.types import Decision, FloatArray, IntArray, SessionState, Snapshot
 
 # Looking up an enum member costs more than comparing a column with a plain number.
@@ -38,7 +39,8 @@ class View:
     """Rows are positions in the snapshot's columns; `running` does not hold those about to end.
 
     waiting and paused leave out what is larger than the whole pool, and what its client holds.
-    num_tokens [n]: prompt and generated. need [n]: blocks charged when placed. frees [n]: blocks
+    num_tokens [n]: prompt and generated. ways: how a paused row would come back. overflow: what of
+    the KV the device will not hold. need [n]: blocks charged when placed. frees [n]: blocks
     given back when paused. step_s: seconds of a step of the present batch.
     free_blocks: after the growth of those that stay, until a pause decided now takes effect.
     reserve: further growth that placing anybody must leave room for. Both growths are 0 in
@@ -53,6 +55,8 @@ class View:
     waiting: IntArray
     paused: IntArray
     num_tokens: IntArray
+    ways: ResumeWays
+    overflow: Overflow
     need: IntArray
     frees: IntArray
     step_s: float
@@ -60,28 +64,38 @@ class View:
     free_blocks: int
     reserve: int
 
-    def resume_s(self, num_tokens: IntArray) -> FloatArray:
-        """Seconds from enqueue to first token of resumes that compute `num_tokens`."""
+    def resume_s(self, num_tokens: IntArray, num_blocks: IntArray) -> FloatArray:
+        """Seconds from enqueue to first token of resumes that compute `num_tokens` each, besides
+        the one they give, and load `num_blocks` from the host."""
         costs = self.snapshot.costs
         result: FloatArray = costs.resume_s + num_tokens / costs.prefill_tokens_per_s
-        return result
+        return result + num_blocks * costs.onboard_block_s
 
     @property
     def round_trip_s(self) -> float:
-        """Pause, resume with all KV kept, and the wait for the plan that orders it."""
+        """Pause, resume with all KV kept in one of the tiers, and the wait for the plan that orders
+        it."""
         costs = self.snapshot.costs
-        return costs.pause_s + costs.resume_s + costs.plan_interval_s
+        round_trip_s = costs.pause_s + costs.resume_s + costs.plan_interval_s
+        return round_trip_s + self.overflow.mean_copy_s
 
-    def tokens_after_pause(self, rows: IntArray) -> IntArray:
-        """Tokens that a resume of `rows`, now in the engine, will probably compute: 1 while the
-        pool holds the KV of all that started, everything once it does not."""
-        s = self.snapshot.sessions
-        size = self.snapshot.kv.tokens_per_block
-        cached = -(-self.num_tokens // size)
-        in_pool = (s.started | (s.state == PREFILLING)) & ~s.held  # whose KV is the first to go
-        if int(cached[in_pool].sum()) <= self.snapshot.kv.num_total_blocks:
-            return np.ones(len(rows), dtype=np.int64)
-        return self.num_tokens[rows]
+    def engine_s(self, row: int) -> float:
+        """Seconds for which bringing back the paused `row` keeps everybody in the engine waiting:
+        what it computes, and its copies as far as steps wait for them."""
+        costs, ways = self.snapshot.costs, self.ways
+        computed_s = float(ways.num_tokens[row] - 1) / costs.prefill_tokens_per_s
+        copied_s = float(ways.num_blocks[row]) * costs.onboard_block_s
+        return computed_s + costs.copy_wait_share * copied_s
+
+    @property
+    def quantum_s(self) -> float:
+        """Time in the engine before a stream yields to others: where a pause moves KV, long enough
+        that taking turns leaves the link most of its time."""
+        policy, least = self.policy, self.policy.min_quantum_s
+        if not self.overflow.mean_copy_s:
+            return least
+        pool_s = self.snapshot.kv.num_total_blocks * link_block_s(self.snapshot)
+        return max(least, pool_s / policy.link_share)
 
 
 def view_of(snapshot: Snapshot, policy: TokenflowPolicy) -> View:
@@ -120,6 +134,8 @@ def view_of(snapshot: Snapshot, policy: TokenflowPolicy) -> View:
         waiting=np.flatnonzero((state == WAITING) & may_start),
         paused=np.flatnonzero((state == PREEMPTED) & may_start),
         num_tokens=num_tokens,
+        ways=resume_ways(snapshot),
+        overflow=overflow_of(snapshot, num_tokens),
         need=need,
         frees=frees,
         step_s=step_s,
@@ -152,6 +168,8 @@ class Draft:
         self.resume: list[int] = []
         self.admit: list[int] = []
         self.forced: list[int] = []
+        self.prefetch: list[int] = []
+        self.offload: list[tuple[int, int]] = []
         self._why: dict[int, str] = {}
 
     def copy(self) -> Draft:
@@ -165,6 +183,7 @@ class Draft:
         self.slots, self.blocks = other.slots, other.blocks
         self.pause, self.forced = list(other.pause), list(other.forced)
         self.resume, self.admit = list(other.resume), list(other.admit)
+        self.prefetch, self.offload = list(other.prefetch), list(other.offload)
         self._why = dict(other._why)
 
     def fits(self, row: int) -> bool:
@@ -221,6 +240,17 @@ class Draft:
         self.slots -= 1
         self.blocks -= int(self._view.need[row])
 
+    def fetch(self, row: int) -> None:
+        """Bring what the host holds of the paused `row` to the device."""
+        self.prefetch.append(row)
+        self._why[row] = "prefetch"
+        self.blocks -= int(self._view.ways.num_blocks[row])
+
+    def copy_out(self, row: int, num_blocks: int) -> None:
+        """Copy that many more of the oldest blocks of `row` to the host."""
+        self.offload.append((row, num_blocks))
+        self._why.setdefault(row, "write-through")
+
     def prune(self) -> None:
         """Take back pauses that a later, larger one made unnecessary."""
         for row in self.pause[::-1]:
@@ -238,10 +268,14 @@ class Draft:
     def decision(self) -> Decision:
         """The drafted decision, in slots."""
         slot = self._view.snapshot.sessions.slot
+        recomputes = self._view.ways.recomputes
         return Decision(
             pause=tuple(int(slot[row]) for row in self.pause),
             resume=tuple(int(slot[row]) for row in self.resume),
             admit=tuple(int(slot[row]) for row in self.admit),
             forced=tuple(int(slot[row]) for row in self.forced),
+            recompute=tuple(int(slot[row]) for row in self.resume if recomputes[row]),
+            prefetch=tuple(int(slot[row]) for row in self.prefetch),
+            offload=tuple((int(slot[row]), num_blocks) for row, num_blocks in self.offload),
             why={int(slot[row]): why for row, why in self._why.items()},
         )

@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 
 from tokenflow.executor.api import CapacitySchedulerPolicy
-from tokenflow.types import CostEstimate, KvView, SessionColumns, SessionState, Snapshot
+from tokenflow.types import (
+    ArrivalEstimate,
+    CostEstimate,
+    KvView,
+    SessionColumns,
+    SessionState,
+    Snapshot,
+)
 
 NO_EVICT = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 MAX_UTIL = CapacitySchedulerPolicy.MAX_UTILIZATION
@@ -66,6 +73,9 @@ def snapshot(
     num_free_blocks: int | None = None,
     capacity_policy: CapacitySchedulerPolicy = NO_EVICT,
     costs: CostEstimate = COSTS,
+    num_host_blocks: int = 0,
+    has_tiering: bool = False,
+    arrivals: ArrivalEstimate | None = None,
 ) -> Snapshot:
     """The snapshot of `rows`, in order of arrival; slot i + 10 for row i."""
     defaults: dict[str, Any] = {
@@ -87,6 +97,8 @@ def snapshot(
         "num_blocks_final": 4,
         "num_resume_tokens": 32,
         "num_pauses": 0,
+        "num_host_blocks": 0,
+        "num_copied_blocks": 0,
     }
     columns: dict[str, Any] = {}
     full = [
@@ -107,6 +119,9 @@ def snapshot(
             num_total_blocks=num_total_blocks,
             num_free_blocks=free,
             max_batch_size=max_batch_size,
+            num_host_blocks=num_host_blocks,
+            has_tiering=has_tiering,
         ),
         costs=costs,
+        arrivals=arrivals or ArrivalEstimate(),
     )

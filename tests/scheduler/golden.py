@@ -6,6 +6,7 @@ rules; the diff shows which decisions changed.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,14 @@ from tests.scheduler.build import BOOLS, FLOATS
 from tokenflow.executor.api import CapacitySchedulerPolicy
 from tokenflow.policies import TokenflowPolicy
 from tokenflow.scheduler import plan
-from tokenflow.types import CostEstimate, Decision, KvView, SessionColumns, Snapshot
+from tokenflow.types import (
+    ArrivalEstimate,
+    CostEstimate,
+    Decision,
+    KvView,
+    SessionColumns,
+    Snapshot,
+)
 
 FOLDER = Path(__file__).parent / "golden"
 POLICY = TokenflowPolicy()
@@ -32,21 +40,35 @@ SCENARIOS = {
 }
 _PER_REASON = 3
 
+_TIER_COLUMNS = ("num_host_blocks", "num_copied_blocks")
+_ESTIMATES = {"kv": KvView, "costs": CostEstimate, "arrivals": ArrivalEstimate}
+
 
 def encode_snapshot(snapshot: Snapshot) -> dict[str, Any]:
-    """Plain JSON values; NaN is null and infinity "inf", floats are rounded to 1e-6."""
+    """Plain JSON values; NaN is null and infinity "inf", floats of columns are rounded to 1e-6.
+    What has its default, such as everything about a host tier where there is none, is left out."""
     columns = {
         name: [_number(v) for v in getattr(snapshot.sessions, name).tolist()]
         for name in SessionColumns.__dataclass_fields__
+        if name not in _TIER_COLUMNS or getattr(snapshot.sessions, name).any()
     }
-    kv = {name: getattr(snapshot.kv, name) for name in KvView.__dataclass_fields__}
-    costs = {name: getattr(snapshot.costs, name) for name in CostEstimate.__dataclass_fields__}
-    return {"now": _number(snapshot.now), "sessions": columns, "kv": kv, "costs": costs}
+    data: dict[str, Any] = {"now": _number(snapshot.now), "sessions": columns}
+    for name in _ESTIMATES:
+        part = getattr(snapshot, name)
+        values = {
+            f.name: getattr(part, f.name)
+            for f in dataclasses.fields(part)
+            if getattr(part, f.name) != f.default
+        }
+        if values:
+            data[name] = values
+    return data
 
 
 def decode_snapshot(data: dict[str, Any]) -> Snapshot:
     """The inverse, up to rounding."""
-    columns: dict[str, Any] = {}
+    num_rows = len(data["sessions"]["slot"])
+    columns: dict[str, Any] = {name: np.zeros(num_rows, dtype=np.int64) for name in _TIER_COLUMNS}
     for name, values in data["sessions"].items():
         kind: Any = float if name in FLOATS else bool if name in BOOLS else np.int64
         plain = [np.nan if v is None else np.inf if v == "inf" else v for v in values]
@@ -58,18 +80,26 @@ def decode_snapshot(data: dict[str, Any]) -> Snapshot:
         sessions=SessionColumns(**columns),
         kv=KvView(**kv),
         costs=CostEstimate(**data["costs"]),
+        arrivals=ArrivalEstimate(**data.get("arrivals", {})),
     )
 
 
 def encode_decision(decision: Decision) -> dict[str, Any]:
     """Plain JSON values."""
-    return {
+    data: dict[str, Any] = {
         "pause": list(decision.pause),
         "resume": list(decision.resume),
         "admit": list(decision.admit),
         "forced": list(decision.forced),
-        "why": {str(slot): why for slot, why in sorted(decision.why.items())},
     }
+    ahead = {
+        "recompute": list(decision.recompute),
+        "prefetch": list(decision.prefetch),
+        "offload": [list(entry) for entry in decision.offload],
+    }
+    data |= {name: named for name, named in ahead.items() if named}
+    data["why"] = {str(slot): why for slot, why in sorted(decision.why.items())}
+    return data
 
 
 def record(name: str) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.scheduler.build import COSTS, MAX_UTIL, NO_EVICT, NOW, snapshot
 from tokenflow.policies import FcfsReservePolicy, TokenflowPolicy
 from tokenflow.scheduler import plan
-from tokenflow.types import Decision, SessionState, Snapshot
+from tokenflow.types import ArrivalEstimate, SessionState, Snapshot
 
 S = SessionState
 IN_ENGINE = (S.PREFILLING, S.RUNNING, S.PAUSING, S.RESUMING, S.CANCELLING)
@@ -30,6 +30,10 @@ def sessions(draw, capacity_policy):
     final = -(-(num_prompt + max_tokens - 1) // 32)
     now_blocks = -(-(num_prompt + num_generated) // 32)
     needed = final if capacity_policy is NO_EVICT else now_blocks
+    num_resume_tokens = draw(st.integers(1, num_prompt + num_generated))
+    kept = (num_prompt + num_generated - num_resume_tokens) // 32
+    on_host = draw(st.integers(0, kept)) if state is S.PREEMPTED else 0
+    copied = draw(st.integers(0, (num_prompt + num_generated - 1) // 32))
     return {
         "state": state,
         "wait_since_time": NOW - draw(st.floats(0, 20)),
@@ -47,14 +51,27 @@ def sessions(draw, capacity_policy):
         "num_blocks_held": needed if state in IN_ENGINE else 0,
         "num_blocks_needed": needed,
         "num_blocks_final": final,
-        "num_resume_tokens": draw(st.integers(1, num_prompt + num_generated)),
+        "num_resume_tokens": num_resume_tokens,
+        "num_host_blocks": on_host,
+        "num_copied_blocks": copied if state in IN_ENGINE else 0,
         "num_pauses": draw(st.integers(0, 5)),
     }
 
 
+ARRIVALS = (
+    ArrivalEstimate(),
+    ArrivalEstimate(short_rate=16.0, long_rate=0.5, blocks_per_arrival=2.5, burst=True),
+    ArrivalEstimate(short_rate=90.0, long_rate=0.5, blocks_per_arrival=6.0, burst=True),
+)
+
+
 @st.composite
-def snapshots(draw, policies=(NO_EVICT, MAX_UTIL)) -> Snapshot:
-    """Consistent ones: what is in the engine fits its slots and its pool."""
+def snapshots(draw, policies=(NO_EVICT, MAX_UTIL), tiers=(0, 1, 2)) -> Snapshot:
+    """Consistent ones: what is in the engine fits its slots and its pool.
+
+    tiers: 0 no host tier, 1 one by TensorRT-LLM's rules, 2 one with KvTiering.
+    """
+    tier = draw(st.sampled_from(tiers))
     capacity_policy = draw(st.sampled_from(policies))
     rows = draw(st.lists(sessions(capacity_policy), max_size=14))
     batch = draw(st.integers(1, 6))
@@ -73,13 +90,20 @@ def snapshots(draw, policies=(NO_EVICT, MAX_UTIL)) -> Snapshot:
         step_base_s=COSTS.step_base_s / speed,
         pause_s=COSTS.pause_s / speed,
         resume_s=COSTS.resume_s / speed,
+        offload_block_s=draw(st.sampled_from([0.0, 0.001, 0.02])) if tier else 0.0,
+        onboard_block_s=draw(st.sampled_from([0.0, 0.001, 0.02])) if tier else 0.0,
+        copy_wait_share=draw(st.sampled_from([0.0, 1.0])),
     )
+    kept = [row if tier else {**row, "num_host_blocks": 0, "num_copied_blocks": 0} for row in kept]
     return snapshot(
         kept,
         max_batch_size=batch,
         num_total_blocks=total,
         capacity_policy=capacity_policy,
         costs=costs,
+        num_host_blocks=draw(st.sampled_from([8, 200])) if tier else 0,
+        has_tiering=tier == 2,
+        arrivals=draw(st.sampled_from(ARRIVALS)),
     )
 
 
@@ -123,7 +147,8 @@ def test_decisions_name_the_right_states_once(snap: Snapshot) -> None:
     decision, s = plan(snap, POLICY), snap.sessions
     named = (*decision.pause, *decision.resume, *decision.admit)
     assert len(set(named)) == len(named)
-    assert set(decision.why) == set(named)
+    ahead = (*decision.prefetch, *(slot for slot, _ in decision.offload))
+    assert set(decision.why) == {*named, *ahead}
     assert all(s.state[i] == S.RUNNING for i in rows_of(snap, decision.pause))
     assert all(s.state[i] == S.PREEMPTED for i in rows_of(snap, decision.resume))
     assert all(s.state[i] == S.WAITING for i in rows_of(snap, decision.admit))
@@ -190,17 +215,82 @@ def test_quiet_unless_somebody_waits_or_the_pool_runs_out(snap: Snapshot) -> Non
     decision = plan(snap, POLICY)
     assert not decision.resume
     assert not decision.admit
+    assert not decision.prefetch
     if snap.kv.capacity_policy is NO_EVICT:
-        assert decision == Decision()
+        assert not decision.pause
+        assert bool(decision) == bool(decision.offload)
 
 
 @settings(max_examples=50)
 @given(snap=snapshots())
 def test_an_empty_engine_starts_somebody(snap: Snapshot) -> None:
-    """Whatever waits, an idle engine takes on work that fits alone."""
+    """Whatever waits and is not held, an idle engine takes on if it fits alone."""
     s = snap.sessions
     if np.isin(s.state, IN_ENGINE).any():
         return
     fits = np.maximum(s.num_blocks_needed, s.num_blocks_final) <= snap.kv.num_total_blocks
     decision = plan(snap, POLICY)
-    assert bool(decision) == bool(len(s) and fits.any())
+    assert bool(decision) == bool(len(s) and (fits & ~s.held).any())
+
+
+@given(snap=snapshots())
+def test_copies_ahead_of_need_are_asked_of_those_who_have_the_blocks(snap: Snapshot) -> None:
+    decision, s = plan(snap, POLICY), snap.sessions
+    if not snap.kv.has_tiering:
+        assert (decision.offload, decision.prefetch, decision.recompute) == ((), (), ())
+        return
+    assert set(decision.recompute) <= set(decision.resume)
+    assert all(s.num_host_blocks[i] > 0 for i in rows_of(snap, decision.recompute))
+    assert not set(decision.prefetch) & set(decision.resume)
+    for i in rows_of(snap, decision.prefetch):
+        assert s.state[i] == S.PREEMPTED
+        assert s.num_host_blocks[i] > 0
+        assert not s.held[i]
+    rows = rows_of(snap, tuple(slot for slot, _ in decision.offload))
+    assert len(set(rows)) == len(rows)
+    for i, (_, num_blocks) in zip(rows, decision.offload, strict=True):
+        assert s.state[i] == S.RUNNING
+        full = (s.num_prompt_tokens[i] + s.num_generated[i] - 1) // snap.kv.tokens_per_block
+        assert 1 <= num_blocks <= full - s.num_copied_blocks[i]
+    slack = [s.slack_s[i] for i in rows]
+    assert slack == sorted(slack, reverse=True)
+
+
+@given(snap=snapshots(tiers=(2,)))
+def test_copies_ahead_of_need_stay_within_the_link_and_the_free_room(snap: Snapshot) -> None:
+    decision, s, costs = plan(snap, POLICY), snap.sessions, snap.costs
+    seconds = sum(num_blocks for _, num_blocks in decision.offload) * costs.offload_block_s
+    assert seconds <= max(POLICY.write_through_share * costs.plan_interval_s, costs.offload_block_s)
+    assert sum(num_blocks for _, num_blocks in decision.offload) <= 8 or costs.offload_block_s > 0
+    if decision.prefetch:
+        placed = rows_of(snap, (*decision.resume, *decision.admit))
+        pause = rows_of(snap, decision.pause)
+        wanted = int(s.num_host_blocks[rows_of(snap, decision.prefetch)].sum())
+        assert within_budget(snap, pause, placed)
+        assert wanted <= free_after(snap, pause, placed)
+
+
+def free_after(snap: Snapshot, pause: list[int], placed: list[int]) -> int:
+    """Free blocks of the engine after a decision, told apart from the planner's sums."""
+    s, kv = snap.sessions, snap.kv
+    inside = staying(snap)
+    inside[pause], inside[placed] = False, True
+    column = s.num_blocks_needed if kv.capacity_policy is NO_EVICT else s.num_blocks_held
+    held = int(column[inside].sum())
+    if kv.capacity_policy is MAX_UTIL:
+        held += int(s.num_blocks_needed[placed].sum())
+    return kv.num_total_blocks - held
+
+
+@given(snap=snapshots())
+def test_each_part_can_be_left_out(snap: Snapshot) -> None:
+    """The switches of the ablation change nothing but their own part."""
+    full = plan(snap, POLICY)
+    assert not plan(snap, dataclasses.replace(POLICY, write_through=False)).offload
+    assert not plan(snap, dataclasses.replace(POLICY, prefetch=False)).prefetch
+    bare = plan(snap, dataclasses.replace(POLICY, write_through=False, prefetch=False))
+    for name in ("pause", "resume", "admit", "forced", "recompute"):
+        assert getattr(bare, name) == getattr(full, name)
+    calm = dataclasses.replace(snap, arrivals=ArrivalEstimate())
+    off = dataclasses.replace(POLICY, anticipate=False, write_through=False)
+    assert plan(snap, off) == plan(calm, off)
