@@ -25,7 +25,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 import numpy as np
 
@@ -113,7 +112,10 @@ class BurstEngine:
     def can_enqueue_requests(self) -> bool:
         return not self._closed
 
-    def get_kv_cache_event_manager(self) -> Any | None:
+    def get_kv_cache_event_manager(self) -> None:
+        return None
+
+    def get_kv_tiering(self) -> None:
         return None
 
     def shutdown(self) -> None:

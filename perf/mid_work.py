@@ -75,6 +75,9 @@ class NotingExecutor:
     def get_kv_cache_event_manager(self) -> None:
         """See Executor."""
 
+    def get_kv_tiering(self) -> None:
+        """See Executor."""
+
     def shutdown(self) -> None:
         """See Executor."""
 

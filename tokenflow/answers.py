@@ -31,9 +31,15 @@ class Counters:
 
     num_engine_losses, num_recovered: engines that were lost, and sessions that went on afterwards.
     num_lease_ends: enqueues that ended at their lease while the request went on.
-    num_resumes_from_cache, num_resumes_recomputed: resumes that found their KV in the engine, and
+    num_resumes_from_cache, num_resumes_from_host, num_resumes_recomputed: resumes that found all
+        their KV on the device, those for which a part of it was brought back from the host, and
         those whose KV had to be computed again, in part or whole; counted at the end of the run
         that they began.
+    num_offloads_*, num_onboards_*: blocks copied to the host and back. offload_s, onboard_s: time
+        of the copies themselves; copy_wait_s: time for which steps waited for them.
+    num_host_evicted_blocks, num_host_full: blocks that the host tier gave up for others, and those
+        that found no room there.
+    num_kv_event_gaps: how often KV events were missed.
     """
 
     num_received: int = 0
@@ -48,11 +54,30 @@ class Counters:
     num_lease_ends: int = 0
     num_resumes: int = 0
     num_resumes_from_cache: int = 0
+    num_resumes_from_host: int = 0
     num_resumes_recomputed: int = 0
     num_recomputed_tokens: int = 0
     num_output_tokens: int = 0
     num_engine_losses: int = 0
     num_recovered: int = 0
+    num_offloads_started: int = 0
+    num_offloads_completed: int = 0
+    num_offloads_failed: int = 0
+    num_onboards_started: int = 0
+    num_onboards_completed: int = 0
+    num_onboards_failed: int = 0
+    offload_s: float = 0.0
+    onboard_s: float = 0.0
+    copy_wait_s: float = 0.0
+    num_host_evicted_blocks: int = 0
+    num_host_full: int = 0
+    num_kv_event_gaps: int = 0
+
+    @property
+    def hidden_copy_share(self) -> float:
+        """Share of the copies' time for which no step waited; 0 when nothing was copied."""
+        copy_s = self.offload_s + self.onboard_s
+        return max(0.0, 1.0 - self.copy_wait_s / copy_s) if copy_s > 0 else 0.0
 
 
 class Answers:

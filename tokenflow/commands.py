@@ -10,11 +10,14 @@ from collections.abc import Mapping, Sequence
 
 from tokenflow.answers import Answers
 from tokenflow.errors import EngineError, InternalError
-from tokenflow.executor.api import Executor
-from tokenflow.preemption import CacheEstimate, engine_request
+from tokenflow.executor.api import Executor, KvCacheRetentionConfig
+from tokenflow.preemption import engine_request
+from tokenflow.retention import retention_config
 from tokenflow.session import IN_ENGINE, Session
 from tokenflow.session_table import SessionTable
-from tokenflow.types import SessionState
+from tokenflow.tiering_commands import TieringCommands
+from tokenflow.types import Decision, SessionState
+from tokenflow.whereabouts import KvWhereabouts
 
 _S = SessionState
 
@@ -22,16 +25,26 @@ _S = SessionState
 class EngineCommands:
     """Commands to the executor.
 
+    has_retention: requests say what their blocks are worth.
     is_up: False between the loss of an engine and the start of the next one.
     """
 
     def __init__(
-        self, executor: Executor, table: SessionTable, answers: Answers, cache: CacheEstimate
+        self,
+        executor: Executor,
+        table: SessionTable,
+        answers: Answers,
+        whereabouts: KvWhereabouts,
+        tiering: TieringCommands,
+        *,
+        has_retention: bool,
     ) -> None:
         self._executor = executor
         self._table = table
         self._answers = answers
-        self._cache = cache
+        self._whereabouts = whereabouts
+        self._tiering = tiering
+        self._has_retention = has_retention
         self._last_progress_time = float("-inf")
         self.is_up = True
 
@@ -42,7 +55,32 @@ class EngineCommands:
     def use(self, executor: Executor) -> None:
         """Another engine took the place of the lost one."""
         self._executor = executor
+        self._tiering.use(executor)
         self.is_up = True
+
+    def lost(self) -> None:
+        """The engine is gone: nothing is asked until there is the next one."""
+        self.is_up = False
+        self._tiering.lost()
+
+    @property
+    def has_tiering(self) -> bool:
+        """True if the engine moves KV when it is told to."""
+        return self._tiering.is_available
+
+    def apply(self, decision: Decision, now: float) -> None:
+        """Do what a plan decided, in the order that `Decision` states."""
+        at_slot = self._table.at_slot
+        for slot in decision.pause:
+            self._answers.counters.num_forced_pauses += slot in decision.forced
+            self.pause(at_slot(slot), now, why=decision.why.get(slot))
+        self._tiering.drop_host([at_slot(slot) for slot in decision.recompute])
+        starting = [at_slot(slot) for slot in (*decision.resume, *decision.admit)]
+        prefetched = [at_slot(slot) for slot in decision.prefetch]
+        offloaded = [(at_slot(slot), num_blocks) for slot, num_blocks in decision.offload]
+        self.start(starting, decision.why, now)
+        self._tiering.prefetch(prefetched, now)
+        self._tiering.offload(offloaded, now)
 
     def progressed(self, now: float) -> None:
         """An iteration ended, or something was said."""
@@ -102,7 +140,11 @@ class EngineCommands:
         """All of `sessions`, or none and return why."""
         requests = [
             engine_request(
-                s.request, s.output_token_ids, s.handle, self._table.max_tokens_to_enqueue(s)
+                s.request,
+                s.output_token_ids,
+                s.handle,
+                self._table.max_tokens_to_enqueue(s),
+                self._retention(s),
             )
             for s in sessions
         ]
@@ -112,13 +154,22 @@ class EngineCommands:
             return error
         for session, executor_request_id in zip(sessions, ids, strict=True):
             resumed = session.state is _S.PREEMPTED
-            self._cache.forget(session.handle)
+            self._whereabouts.started(session)
             self._table.enter_engine(session, executor_request_id, now)
             if resumed:
                 self._answers.counters.num_resumes += 1
             event = "resume" if resumed else "admit"
             self._answers.trace(event, session, now, why=why.get(session.slot))
         return None
+
+    def _retention(self, session: Session) -> KvCacheRetentionConfig | None:
+        if not self._has_retention:
+            return None
+        return retention_config(
+            session.num_shared_tokens,
+            session.request.max_tokens - len(session.output_token_ids),
+            is_pausable=self._table.unpausable_reason(session.request) is None,
+        )
 
     def _count_pause(self, session: Session, now: float, *, why: str | None) -> None:
         self._answers.counters.num_pauses += 1

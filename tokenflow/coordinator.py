@@ -1,6 +1,6 @@
 """The decisions' hands: everything that happens to sessions, without threads and without a clock.
 
-Owns the session table, the cost model and the cache estimate; calls the executor; emits
+Owns the session table and what it is planned from (engine_side.py); calls the executor; emits
 `TokenEvent`s. All methods take `now` and run in one thread (the runtime's, a test's or a
 simulator's). Invariants: a request gets each of its tokens once, in order, then exactly one event
 with `end` set, whatever is paused, held, resumed, cancelled, timed out or lost; while requests are
@@ -15,28 +15,26 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from tokenflow.answers import Answers
-from tokenflow.commands import EngineCommands
 from tokenflow.config import ServingConfig
 from tokenflow.costs import CostModel
 from tokenflow.deadlines import Deadlines
+from tokenflow.engine_side import EngineSide
 from tokenflow.executor.api import (
     CapacitySchedulerPolicy,
     Executor,
     IterationStats,
     Response,
 )
-from tokenflow.feedback import EngineFeedback
+from tokenflow.executor.kv_api import KvTierStats
 from tokenflow.holds import Holds
 from tokenflow.intake import Intake
-from tokenflow.preemption import CacheEstimate
-from tokenflow.recovery import Recovery
+from tokenflow.retention import PromptBeginnings
 from tokenflow.session import Session
 from tokenflow.session_table import SessionTable
 from tokenflow.trace import NullTracer, Tracer
 from tokenflow.types import (
     Decision,
     GenerateRequest,
-    KvView,
     SessionState,
     Snapshot,
     TokenEvent,
@@ -59,14 +57,12 @@ class Coordinator:
         tracer: Tracer | None = None,
     ) -> None:
         engine = config.executor_config()
-        pool_tokens = engine.kv_cache_config.max_tokens or 0
         self._config = config
         self._plan = planner
         self._tracer = tracer or NullTracer()
         self._answers = Answers(emit, self._tracer)
         self._capacity_policy = engine.scheduler_config.capacity_scheduler_policy
-        self._num_total_blocks = pool_tokens // engine.tokens_per_block
-        self._cache = CacheEstimate(self._num_total_blocks)
+        self._beginnings = PromptBeginnings(engine.tokens_per_block)
         self._handles = itertools.count(1)
         self._last_plan_time = float("-inf")
         self._needs_plan = False
@@ -81,8 +77,8 @@ class Coordinator:
             lease_tokens=config.lease_tokens,
         )
         self._deadlines = Deadlines(lambda handle: self.table.get(handle) is not None)
-        self._recovery = Recovery(self.table, self._answers)
-        self._commands = EngineCommands(executor, self.table, self._answers, self._cache)
+        self._engine = EngineSide(executor, config, self.table, self._answers, self.costs)
+        self._commands, self._feedback = self._engine.commands, self._engine.feedback
         self._holds = Holds(
             self.table,
             self._answers,
@@ -90,17 +86,8 @@ class Coordinator:
             max_hold_s=config.max_hold_s,
             max_holds=config.max_queue_size,
         )
-        self._feedback = EngineFeedback(
-            self._commands,
-            self.table,
-            self._answers,
-            self.costs,
-            self._cache,
-            self._recovery,
-            self._num_total_blocks,
-        )
         self._intake = Intake(
-            self.table, self._answers, self._feedback, self._holds, config, self._num_total_blocks
+            self.table, self._answers, self._feedback, self._holds, config, self.num_total_blocks
         )
 
     # -- requests ------------------------------------------------------------------------------
@@ -117,6 +104,10 @@ class Coordinator:
         if not self._intake.lets_in(handle, request, now):
             return
         session = self.table.add(handle, request, now)
+        session.num_shared_tokens = self._beginnings.observe(
+            request.input_token_ids, request.cache_salt_id
+        )
+        self._engine.snapshots.arrived(session, now)
         self._deadlines.add(handle, session.deadline)
         self._needs_plan = True
         self._tracer.record(
@@ -182,7 +173,7 @@ class Coordinator:
             if not session.answered:
                 self._answers.failed(session, message, now, retryable=retryable)
             self.table.transition(session, _S.FINISHED, now)
-        self._feedback.on_engine_emptied(self._num_total_blocks)
+        self._engine.emptied()
         self._commands.cancel_all(executor_ids)
 
     # -- engine --------------------------------------------------------------------------------
@@ -204,19 +195,13 @@ class Coordinator:
         """The engine ended; `message` says how. What it held waits for the next one, if it may."""
         if not self._commands.is_up:
             return
-        self._commands.is_up = False
         self.counters.num_engine_losses += 1
         self._tracer.record("engine_lost", now, reason=message)
-        self._cache.clear()
-        for session in self.table:
-            self._recovery.lost(session, message, now)
-            if session.state is _S.PREEMPTED:
-                self.table.set_resume_tokens(session, session.num_tokens)
-        self._feedback.on_engine_emptied(self._num_total_blocks)
+        self._engine.lost(message, now)
 
     def on_engine_started(self, executor: Executor, now: float) -> None:
         """An engine that knows nothing took the place of the lost one."""
-        self._commands.use(executor)
+        self._engine.started(executor)
         self._needs_plan = True
         self._tracer.record("engine_started", now)
 
@@ -235,6 +220,16 @@ class Coordinator:
         return len(self._holds)
 
     @property
+    def tiers(self) -> KvTierStats | None:
+        """Both KV tiers, as of the last iteration; None = unknown."""
+        return self._engine.tiers
+
+    @property
+    def kv_is_mirrored(self) -> bool:
+        """True while the engine's events tell where KV is; else it is estimated."""
+        return self._engine.kv_is_mirrored
+
+    @property
     def num_free_blocks(self) -> int:
         """Unreferenced device blocks, as of the last iteration."""
         return self._feedback.num_free_blocks
@@ -247,7 +242,7 @@ class Coordinator:
     @property
     def num_total_blocks(self) -> int:
         """Device blocks of the pool."""
-        return self._num_total_blocks
+        return self._engine.num_total_blocks
 
     def flush(self) -> None:
         """Make the trace visible up to here."""
@@ -280,21 +275,7 @@ class Coordinator:
 
     def snapshot(self, now: float) -> Snapshot:
         """What the planner may look at."""
-        self._refresh_cache_estimate()
-        sessions = self.table.columns(now)
-        num_blocks_held = int(sessions.num_blocks_held.sum())
-        return Snapshot(
-            now=now,
-            sessions=sessions,
-            kv=KvView(
-                capacity_policy=self._capacity_policy,
-                tokens_per_block=self._config.tokens_per_block,
-                num_total_blocks=self._num_total_blocks,
-                num_free_blocks=max(0, self._num_total_blocks - num_blocks_held),
-                max_batch_size=self._config.max_batch_size,
-            ),
-            costs=self.costs.estimate(self._config.plan_interval_s),
-        )
+        return self._engine.snapshot(now)
 
     # -- internals -----------------------------------------------------------------------------
 
@@ -309,13 +290,6 @@ class Coordinator:
         self._intake.expire(now)
         self._holds.expire(now)
 
-    def _refresh_cache_estimate(self) -> None:
-        for handle in self._cache.shrink(self.table.num_filled_blocks):
-            session = self.table.get(handle)
-            if session is not None and session.state is _S.PREEMPTED:
-                cached = self._cache.num_blocks(handle) * self._config.tokens_per_block
-                self.table.set_resume_tokens(session, max(1, session.num_tokens - cached))
-
     def _apply(self, decision: Decision, now: float) -> None:
         self._tracer.record(
             "plan",
@@ -325,11 +299,7 @@ class Coordinator:
             admit=len(decision.admit),
             forced=len(decision.forced),
         )
-        for slot in decision.pause:
-            self.counters.num_forced_pauses += slot in decision.forced
-            self._commands.pause(self.table.at_slot(slot), now, why=decision.why.get(slot))
-        starting = [self.table.at_slot(slot) for slot in (*decision.resume, *decision.admit)]
-        self._commands.start(starting, decision.why, now)
+        self._commands.apply(decision, now)
 
     def _abandon(self, session: Session, now: float) -> None:
         """Stop the engine's work on a session that was answered."""

@@ -14,11 +14,12 @@ from tokenflow.answers import Answers
 from tokenflow.commands import EngineCommands
 from tokenflow.costs import CostModel
 from tokenflow.executor.api import FinishReason, IterationStats, Response, Result
-from tokenflow.preemption import CacheEstimate
 from tokenflow.recovery import Recovery
 from tokenflow.session import Session
 from tokenflow.session_table import SessionTable
+from tokenflow.tier_totals import TierTotals
 from tokenflow.types import SessionState, end_reason
+from tokenflow.whereabouts import KvWhereabouts
 
 _S = SessionState
 _CUT_SHORT = (FinishReason.CANCELLED, FinishReason.TIMED_OUT)
@@ -29,6 +30,7 @@ class EngineFeedback:
 
     num_free_blocks, num_queued: unreferenced device blocks, and requests in the engine's own queue,
         as of the last iteration.
+    tiers: both KV tiers, as of the last iteration.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class EngineFeedback:
         table: SessionTable,
         answers: Answers,
         costs: CostModel,
-        cache: CacheEstimate,
+        whereabouts: KvWhereabouts,
         recovery: Recovery,
         num_total_blocks: int,
     ) -> None:
@@ -45,12 +47,13 @@ class EngineFeedback:
         self._table = table
         self._answers = answers
         self._costs = costs
-        self._cache = cache
+        self._whereabouts = whereabouts
         self._recovery = recovery
         self._changed = False
         self._lease_ended_now: list[Session] = []
         self.num_queued = 0
         self.num_free_blocks = num_total_blocks
+        self.tiers = TierTotals(answers.counters)
 
     def on_responses(self, responses: Sequence[Response], now: float) -> bool:
         """Take what the engine said, in order; True if there is a new situation to plan for."""
@@ -76,8 +79,12 @@ class EngineFeedback:
 
     def on_stats(self, stats: Sequence[IterationStats]) -> None:
         """Learn costs and room from finished iterations, and trace them."""
+        self._whereabouts.hear()
         for entry in stats:
             self._costs.observe_iteration(entry)
+            if entry.kv_tier_stats is not None:
+                self.tiers.observe(entry.kv_tier_stats)
+                self._whereabouts.set_num_host_blocks(entry.kv_tier_stats.num_host_blocks)
             batch = entry.inflight_batching_stats
             self._answers.counters.num_internal_pauses += batch.num_paused_requests
             self.num_queued = entry.num_queued_requests
@@ -141,7 +148,10 @@ class EngineFeedback:
         resumed = session.state is _S.RESUMING
         self._table.transition(session, _S.RUNNING, now)
         if resumed:
-            self._costs.observe_resume(now - session.enqueue_time, session.num_resume_tokens)
+            self._costs.observe_resume(
+                now - session.enqueue_time, session.num_resume_tokens, session.num_host_blocks
+            )
+        self._whereabouts.running(session)
         self._answers.trace("resumed" if resumed else "first_token", session, now)
         self._changed = True
 
@@ -149,10 +159,7 @@ class EngineFeedback:
         self._changed = True
         self._count_recomputed(session, result)
         reason = result.finish_reasons[0]
-        ended = reason is not FinishReason.CANCELLED
-        # The KV of the last token does not exist.
-        num_blocks = self._table.num_blocks(session.num_tokens - 1)
-        self._cache.released(session.handle, num_blocks, ended=ended)
+        self._whereabouts.released(session)
         if session.answered:
             self._table.transition(session, _S.FINISHED, now)
         elif reason is FinishReason.CANCELLED and session.state is _S.PAUSING:
@@ -171,7 +178,7 @@ class EngineFeedback:
     def _paused(self, session: Session, now: float) -> None:
         self._costs.observe_pause(now - session.last_transition_time)
         self._table.transition(session, _S.PREEMPTED, now)
-        self._table.set_resume_tokens(session, 1)
+        self._whereabouts.paused(session)
         self._answers.trace("paused", session, now, slack_s=session.reader.slack_s(now))
 
     def _lease_ended(self, session: Session, now: float) -> None:
@@ -181,7 +188,7 @@ class EngineFeedback:
             self._paused(session, now)
             return
         self._table.transition(session, _S.PREEMPTED, now)
-        self._table.set_resume_tokens(session, 1)
+        self._whereabouts.paused(session)
         session.renews_lease = True
         self._lease_ended_now.append(session)
 
@@ -193,5 +200,9 @@ class EngineFeedback:
         num_recomputed = max(0, num_enqueued - 1 - metrics.num_reused_tokens)
         counters = self._answers.counters
         counters.num_recomputed_tokens += num_recomputed
-        counters.num_resumes_recomputed += num_recomputed > 0
-        counters.num_resumes_from_cache += num_recomputed == 0
+        if num_recomputed > 0:
+            counters.num_resumes_recomputed += 1
+        elif metrics.num_onboarded_blocks > 0:
+            counters.num_resumes_from_host += 1
+        else:
+            counters.num_resumes_from_cache += 1

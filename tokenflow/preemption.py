@@ -1,7 +1,6 @@
 """Pause and resume on an executor that has neither.
 
-Owns what a (re)start looks like to the engine, what may never be paused, and the estimate of how
-much of a paused request's KV the engine still holds.
+Owns what a (re)start looks like to the engine, and what may never be paused.
 
 A pause cancels the request, or comes at the end of a lease: an enqueue that asked for fewer tokens
 than the request wants. The engine keeps the KV of prompt + streamed tokens in its reuse cache. A
@@ -19,13 +18,12 @@ to end at the position of a pause is 1 - (1 - p)² instead of p. The end of a le
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from tokenflow.executor.api import OutputConfig, Request
+from tokenflow.executor.api import KvCacheRetentionConfig, OutputConfig, Request
 from tokenflow.types import GenerateRequest
 
 _MASK = (1 << 64) - 1
@@ -120,10 +118,12 @@ def engine_request(
     output_token_ids: Sequence[int],
     client_id: int,
     max_tokens: int | None = None,
+    retention: KvCacheRetentionConfig | None = None,
 ) -> Request:
     """What to enqueue so that the request goes on after `output_token_ids` (empty at its start).
 
     max_tokens: of this enqueue (a lease); None = all that is left.
+    retention: what its blocks are worth (retention.py); None = the engine's default.
 
     Always streaming: a cancelled non-streaming request would lose every token (executor surface).
     Perf metrics are always asked for; they say how much of a resume was reused.
@@ -155,63 +155,8 @@ def engine_request(
         stop_words=request.stop_words,
         bad_words=request.bad_words,
         embedding_bias=request.embedding_bias,
+        kv_cache_retention_config=retention,
         client_id=client_id,
         priority=request.priority,
         cache_salt_id=request.cache_salt_id,
     )
-
-
-class CacheEstimate:
-    """Which released requests' KV the engine's reuse cache still holds, seen from outside.
-
-    An engine without KV events does not tell. The embedded one evicts unreferenced blocks of ended
-    requests before those of paused ones, each kind in order of release, each request's tail first.
-    So counting blocks is enough for an estimate: entries are held in that order and shrink, first
-    ones first, to what fits beside the blocks in use. It ignores sharing between requests, which
-    errs towards "more must be recomputed".
-    """
-
-    def __init__(self, num_total_blocks: int) -> None:
-        self._num_total_blocks = num_total_blocks
-        self._ended: OrderedDict[int, int] = OrderedDict()
-        self._paused: OrderedDict[int, int] = OrderedDict()
-        self._num_cached = 0
-
-    def released(self, handle: int, num_blocks: int, *, ended: bool) -> None:
-        """The engine let go of `num_blocks` of a request and keeps them for reuse."""
-        self.forget(handle)
-        if num_blocks > 0:
-            (self._ended if ended else self._paused)[handle] = num_blocks
-            self._num_cached += num_blocks
-
-    def forget(self, handle: int) -> int:
-        """The request is (being) started again: its entry leaves; returns the blocks it had."""
-        num_blocks = self._paused.pop(handle, 0) + self._ended.pop(handle, 0)
-        self._num_cached -= num_blocks
-        return num_blocks
-
-    def clear(self) -> None:
-        """The engine is gone, and its cache with it."""
-        self._ended.clear()
-        self._paused.clear()
-        self._num_cached = 0
-
-    def shrink(self, num_used_blocks: int) -> list[int]:
-        """Account for `num_used_blocks` referenced in the engine; handles that lost blocks."""
-        surplus = self._num_cached + num_used_blocks - self._num_total_blocks
-        hit: list[int] = []
-        while surplus > 0 and (entries := self._ended or self._paused):
-            handle, num_blocks = next(iter(entries.items()))
-            lost = min(surplus, num_blocks)
-            if lost == num_blocks:
-                del entries[handle]
-            else:
-                entries[handle] = num_blocks - lost
-            self._num_cached -= lost
-            surplus -= lost
-            hit.append(handle)
-        return hit
-
-    def num_blocks(self, handle: int) -> int:
-        """Blocks of the request that are presumably still cached."""
-        return self._paused.get(handle, 0) + self._ended.get(handle, 0)

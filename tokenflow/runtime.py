@@ -25,6 +25,7 @@ from tokenflow.config import ServingConfig
 from tokenflow.coordinator import Coordinator, Planner
 from tokenflow.errors import EngineError, for_clients
 from tokenflow.executor.api import Executor, Response
+from tokenflow.executor.kv_api import KvTierStats
 from tokenflow.executor.supervisor import EngineKeeper
 from tokenflow.policies import policy_from_config
 from tokenflow.scheduler import plan
@@ -47,6 +48,8 @@ class RuntimeGauges:
 
     num_waiting counts those in the engine's own queue too; num_running those being cancelled;
     num_held is a part of the others.
+    tiers: both KV tiers (blocks of each that are used, cached, free, on their way); None = unknown.
+    kv_is_mirrored: where KV is is known from the engine's events, not estimated.
     healthy: an engine serves.
     """
 
@@ -56,6 +59,8 @@ class RuntimeGauges:
     num_held: int = 0
     num_total_blocks: int = 0
     num_free_blocks: int = 0
+    tiers: KvTierStats | None = None
+    kv_is_mirrored: bool = False
     healthy: bool = True
     counters: Counters = field(default_factory=Counters)
 
@@ -306,6 +311,8 @@ class Runtime:
             num_total_blocks=coordinator.num_total_blocks,
             num_held=coordinator.num_held,
             num_free_blocks=coordinator.num_free_blocks,
+            tiers=coordinator.tiers,
+            kv_is_mirrored=coordinator.kv_is_mirrored,
             healthy=self._failure is None and coordinator.engine_is_up,
             counters=dataclasses.replace(coordinator.counters),
         )

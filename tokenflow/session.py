@@ -36,7 +36,10 @@ class Session:
     output_token_ids: every token generated so far, sent to the client exactly once, in order.
     executor_request_id: the engine's id while the engine holds it (a new one at each resume).
     num_enqueued_tokens: length of the prompt at the last enqueue (client's prompt + streamed).
-    num_resume_tokens: tokens that a resume would compute, by the last cache estimate.
+    num_resume_tokens, num_host_blocks: what a resume computes and brings back from the host, as far
+        as is known; of the last one, while it is in the engine.
+    num_copied_blocks: leading blocks that have a copy on the host, while it runs.
+    num_shared_tokens: leading tokens of the prompt that earlier requests began with too.
     num_filled_blocks: KV blocks that it has filled in the engine, 0 outside.
     lease_end: number of output tokens at which the engine ends the present enqueue although the
         request goes on; None without a lease.
@@ -61,6 +64,9 @@ class Session:
     enqueue_time: float = 0.0
     num_enqueued_tokens: int = 0
     num_resume_tokens: int = 1
+    num_host_blocks: int = 0
+    num_copied_blocks: int = 0
+    num_shared_tokens: int = 0
     num_filled_blocks: int = 0
     num_pauses: int = 0
     paused_s: float = 0.0
@@ -77,6 +83,11 @@ class Session:
     def num_tokens(self) -> int:
         """Tokens of the whole sequence: prompt and generated."""
         return len(self.request.input_token_ids) + len(self.output_token_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The whole sequence: prompt and generated."""
+        return [*self.request.input_token_ids, *self.output_token_ids]
 
     @property
     def deadline(self) -> float:

@@ -36,6 +36,8 @@ _INTS = (
     "num_blocks_final",
     "num_resume_tokens",
     "num_pauses",
+    "num_host_blocks",
+    "num_copied_blocks",
 )
 _F = {name: row for row, name in enumerate(_FLOATS)}
 _I = {name: row for row, name in enumerate(_INTS)}
@@ -104,6 +106,8 @@ class SessionRows:
             num_blocks_final=i[_I["num_blocks_final"]],
             num_resume_tokens=i[_I["num_resume_tokens"]],
             num_pauses=i[_I["num_pauses"]],
+            num_host_blocks=i[_I["num_host_blocks"]],
+            num_copied_blocks=i[_I["num_copied_blocks"]],
         )
 
     def _grow(self) -> None:

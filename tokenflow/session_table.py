@@ -140,6 +140,7 @@ class SessionTable:
         occupied = self._num_blocks_occupied(session)
         self._rows.set_int("num_blocks_held", session.slot, occupied)
         self._rows.set_int("num_blocks_needed", session.slot, occupied)
+        self._rows.set_int("num_host_blocks", session.slot, 0)
         self._count_filled(session, self.num_blocks(session.num_tokens))
 
     def deliver(self, session: Session, token_ids: list[int], now: float) -> None:
@@ -187,10 +188,21 @@ class SessionTable:
             self._lease_tokens if self._is_pausable(session.request) else 0,
         )
 
-    def set_resume_tokens(self, session: Session, num_tokens: int) -> None:
-        """Tokens that a resume would have to compute, by the current cache estimate."""
-        session.num_resume_tokens = num_tokens
-        self._rows.set_int("num_resume_tokens", session.slot, num_tokens)
+    def set_kept(self, session: Session, num_resume_tokens: int, num_host_blocks: int) -> None:
+        """What a resume would have to compute, and to bring back from the host."""
+        session.num_resume_tokens = num_resume_tokens
+        session.num_host_blocks = num_host_blocks
+        self._rows.set_int("num_resume_tokens", session.slot, num_resume_tokens)
+        self._rows.set_int("num_host_blocks", session.slot, num_host_blocks)
+
+    def set_copied(self, session: Session, num_blocks: int) -> None:
+        """Leading blocks of a running session that have a copy on the host."""
+        session.num_copied_blocks = num_blocks
+        self._rows.set_int("num_copied_blocks", session.slot, num_blocks)
+
+    def num_blocks_to_start(self, session: Session) -> int:
+        """Blocks that the engine must have obtainable for its next enqueue."""
+        return self._num_blocks_occupied(session)
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens."""
@@ -295,6 +307,7 @@ class SessionTable:
         session.lease_end = None
         self._rows.set_int("num_blocks_held", session.slot, 0)
         self._rows.set_int("num_blocks_needed", session.slot, self._num_blocks_occupied(session))
+        self.set_copied(session, 0)
         self._count_filled(session, 0)
 
     def _remove(self, session: Session) -> None:

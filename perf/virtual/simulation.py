@@ -44,7 +44,7 @@ class Simulation:
     ) -> None:
         self._engine = engine or SimEngine()
         config = self._engine.config()
-        self._runner = VirtualRunner(self._engine.step_s)
+        self._runner = VirtualRunner(self._engine.step_s, self._engine.copy_costs)
         self._executor = _AnyKindExecutor(self._runner, config.executor_config())
         self._coordinator = Coordinator(self._executor, config, planner, self._take, tracer)
         self._observe = observe
@@ -79,6 +79,7 @@ class Simulation:
         self.result.num_internal_pauses = counters.num_internal_pauses
         self.result.num_lease_ends = counters.num_lease_ends
         self.result.num_recomputed_tokens = counters.num_recomputed_tokens
+        self.result.counters, self.result.tiers = counters, coordinator.tiers
         num_received = sum(len(q.token_times) for q in self.result.seqs)
         self.result.num_thrown_away = self._runner.num_sampled - num_received
         return self.result
@@ -93,8 +94,9 @@ class Simulation:
         self.result.seqs.append(self._seqs[handle])
         generate = GenerateRequest(
             request_id=str(handle),
-            # No two prompts share a block.
-            input_token_ids=(handle,) * request.num_prompt_tokens,
+            # Otherwise no two prompts share a block.
+            input_token_ids=(0,) * request.num_shared_tokens
+            + (handle,) * (request.num_prompt_tokens - request.num_shared_tokens),
             max_tokens=request.max_tokens,
             arrival_time=request.arrival_time,
             read_rate=request.read_rate,
@@ -116,7 +118,7 @@ class Simulation:
 
     def _begin_step(self, now: float) -> None:
         runner, executor = self._runner, self._executor
-        runner.reset()
+        runner.reset(now)
         executor.begin(now)
         self._in_step = True
         self._at(now + runner.step_s, self._end_step)

@@ -12,10 +12,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tokenflow.answers import Counters
 from tokenflow.config import ServingConfig
+from tokenflow.executor.kv_api import KvTierStats
 from tokenflow.inflight.runner import SequenceChunk
+from tokenflow.inflight.virtual_transport import CopyCosts
 from tokenflow.metrics import Stream
 from tokenflow.types import EndReason, Usage
+
+_MAX_KV_EVENTS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +29,7 @@ class SimRequest:
 
     read_rate: tokens/s; None: no reader (it counts with the default rate).
     pausable: False makes it of a kind that may never be paused (beam search).
+    num_shared_tokens: leading tokens of the prompt that every request has; no others are shared.
     cancel_after_s: its client leaves so long after the arrival, if it has not ended by then.
     """
 
@@ -34,6 +40,7 @@ class SimRequest:
     priority: float = 0.5
     pausable: bool = True
     kind: str = "reader"
+    num_shared_tokens: int = 0
     cancel_after_s: float | None = None
 
 
@@ -44,6 +51,10 @@ class SimEngine:
     response_delays_s: seconds that responses of a step are on their way, step by step, over and
         over; they never overtake each other.
     step_factors: multiples of the cost model's seconds, step by step, over and over.
+    num_host_blocks: size of the host tier; 0 = none. kv_tiering: it is told what to do ahead of
+        need, else TensorRT-LLM's rules hold. block_bytes, copy_bytes_per_s: KV of one block, and
+        how fast it is copied, in each direction.
+    has_kv_events: the runtime mirrors the cache, else it estimates.
     """
 
     max_batch_size: int = 8
@@ -61,6 +72,20 @@ class SimEngine:
     prefill_tokens_per_s: float = 2600.0
     response_delays_s: tuple[float, ...] = (0.002,)
     step_factors: tuple[float, ...] = (1.0,)
+    num_host_blocks: int = 0
+    kv_tiering: bool = False
+    block_bytes: int = 1 << 20
+    copy_bytes_per_s: float = 4e9
+    has_kv_events: bool = True
+
+    @property
+    def copy_costs(self) -> CopyCosts:
+        """The link to the host tier."""
+        return CopyCosts(
+            block_bytes=self.block_bytes,
+            offload_bytes_per_s=self.copy_bytes_per_s,
+            onboard_bytes_per_s=self.copy_bytes_per_s,
+        )
 
     def config(self) -> ServingConfig:
         """The product's configuration; waiting time has no bound."""
@@ -73,6 +98,9 @@ class SimEngine:
             enable_chunked_context=self.enable_chunked_context,
             batch_scheduler_policy=self.capacity_policy,
             lease_tokens=self.lease_tokens,
+            kv_cache_host_memory_bytes=self.num_host_blocks * self.block_bytes,
+            kv_tiering=self.kv_tiering,
+            kv_event_buffer_max_size=_MAX_KV_EVENTS if self.has_kv_events else 0,
             max_queue_size=self.max_queue_size,
             max_queue_delay_s=86_400,
         )
@@ -146,6 +174,7 @@ class SimResult:
     idle_slot_s, busy_slot_s: slot seconds that stood empty while somebody waited, and all in use.
     num_lease_ends: enqueues that ended at their lease while the request went on.
     num_thrown_away: tokens that the engine sampled and no client got.
+    counters: everything that the coordinator counted. tiers: both KV tiers at the end.
     """
 
     seqs: list[SimSeq]
@@ -157,6 +186,8 @@ class SimResult:
     num_thrown_away: int = 0
     idle_slot_s: float = 0.0
     busy_slot_s: float = 0.0
+    counters: Counters = field(default_factory=Counters)
+    tiers: KvTierStats | None = None
 
     def streams(self, kind: str | None = None) -> list[Stream]:
         """The measured streams, in order of arrival."""

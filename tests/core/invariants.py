@@ -11,6 +11,8 @@ from dataclasses import asdict
 
 from tests.core.harness import Harness
 from tests.core.watching import NO_EVICT, WatchedExecutor
+from tokenflow.cache_estimate import CacheEstimate
+from tokenflow.executor.kv_api import KvLocation
 from tokenflow.session import IN_ENGINE, Session
 from tokenflow.types import SessionState
 
@@ -152,7 +154,9 @@ def check_counters(h: Harness) -> None:
     assert c.num_received == ended + len(live)
     assert all(value >= 0 for value in asdict(c).values())
     assert c.num_forced_pauses <= c.num_pauses
-    assert c.num_resumes_recomputed <= c.num_resumes
+    assert c.num_resumes_recomputed + c.num_resumes_from_host + c.num_resumes_from_cache <= (
+        c.num_resumes
+    )
     if _is_no_evict(h):
         assert c.num_internal_pauses == 0
     num_queued = coordinator.num_queued_in_engine
@@ -164,21 +168,73 @@ def check_counters(h: Harness) -> None:
     assert len(coordinator._deadlines) <= max(_MIN_SWEEP, 2 * len(deadlines))
 
 
-def check_cache_estimate(h: Harness) -> None:
+def check_whereabouts(h: Harness) -> None:
     """As the planner is about to look: no more cached than there is room, and what a resume would
-    compute follows from it."""
-    coordinator, cache = h.coordinator, h.coordinator._cache
-    num_cached = sum(cache._ended.values()) + sum(cache._paused.values())
-    assert cache._num_cached == num_cached
-    assert all(n > 0 for n in (*cache._ended.values(), *cache._paused.values()))
-    num_filled = coordinator.table.num_filled_blocks
-    assert num_cached == 0 or num_cached + num_filled <= coordinator.num_total_blocks
+    compute and bring back follows from what is known."""
+    coordinator = h.coordinator
+    whereabouts = coordinator._engine._whereabouts
+    _check_estimate(h, whereabouts._estimate)
     if h.executor.is_lost:
         return  # heard of, perhaps, but not told to the estimate
+    if whereabouts.is_mirrored and _all_is_told(h):
+        tiers, mirror = h.executor.batcher.kv.tier_stats(), whereabouts._mirror
+        num_used, num_cached = tiers.num_device_used_blocks, tiers.num_device_cached_blocks
+        assert num_cached <= mirror.num_device_blocks <= num_cached + num_used
+    slots = coordinator.table.columns(h.now)
+    num_host_blocks = dict(zip(slots.slot.tolist(), slots.num_host_blocks.tolist(), strict=True))
     for session in coordinator.table:
         if session.state is S.PREEMPTED:
-            num_kept = cache.num_blocks(session.handle) * h.config.tokens_per_block
+            location = _location(h, session)
+            num_left = max(1, session.num_tokens - location.num_tokens)
+            num_host = location.num_host_blocks
+            if whereabouts._starting:  # what they will take may be taken off already
+                assert num_left <= session.num_resume_tokens <= session.num_tokens
+                assert num_host <= num_host_blocks[session.slot] or not whereabouts.num_host_blocks
+            else:
+                assert session.num_resume_tokens == num_left
+                assert num_host_blocks[session.slot] == num_host
+        else:
+            assert num_host_blocks[session.slot] == 0
+
+
+def _all_is_told(h: Harness) -> bool:
+    """False in the middle of a step: events become visible at its end."""
+    events = h.executor.batcher.kv.events
+    return events is not None and not events._pending
+
+
+def _location(h: Harness, session: Session) -> KvLocation:
+    """What is known of a paused session; never more than the engine has, but for an estimate."""
+    whereabouts = h.coordinator._engine._whereabouts
+    device, host = whereabouts._estimate.num_blocks(session.handle)
+    num_tokens = min((device + host) * h.config.tokens_per_block, session.num_tokens)
+    estimated = KvLocation(num_tokens=num_tokens, num_device_blocks=device, num_host_blocks=host)
+    if h.executor.get_kv_cache_event_manager() is None:
+        return estimated
+    mirrored = whereabouts._mirror.locate(session.token_ids)
+    if _all_is_told(h):
+        kv, token_ids = h.executor.batcher.kv, session.token_ids
+        salts = {None} | {request.cache_salt_id for request in h.executor.requests.values()}
+        there = max(kv.locate(token_ids, salt).num_tokens for salt in salts)
+        assert min(mirrored.num_tokens, session.num_tokens - 1) <= there
+    if whereabouts._has_salts:  # events do not tell whose tokens they are
+        return min(mirrored, estimated, key=lambda location: location.num_tokens)
+    if whereabouts.is_mirrored or mirrored.num_tokens >= estimated.num_tokens:
+        return mirrored
+    return estimated
+
+
+def _check_estimate(h: Harness, estimate: CacheEstimate) -> None:
+    coordinator = h.coordinator
+    assert estimate._num_on_device == sum(estimate._device.values())
+    assert estimate._num_on_host == sum(estimate._host.values()) <= estimate.num_host_blocks
+    assert all(n > 0 for n in (*estimate._device.values(), *estimate._host.values()))
+    num_filled = coordinator.table.num_filled_blocks
+    num_cached = estimate._num_on_device
+    assert num_cached == 0 or num_cached + num_filled <= coordinator.num_total_blocks
+    for session in coordinator.table:
+        num_kept = sum(estimate.num_blocks(session.handle)) * h.config.tokens_per_block
+        if session.state is S.PREEMPTED:
             assert num_kept < session.num_tokens - 1 + h.config.tokens_per_block
-            assert session.num_resume_tokens == max(1, session.num_tokens - num_kept)
         elif session.state in IN_ENGINE:
-            assert cache.num_blocks(session.handle) == 0
+            assert num_kept == 0

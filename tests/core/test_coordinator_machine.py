@@ -32,6 +32,7 @@ from tests.core.machine import (
     SlackMachine,
 )
 from tests.core.model import TOTALS
+from tokenflow.inflight.scripted_runner import KV_BYTES_PER_TOKEN
 
 SOAK = int(os.environ.get("TOKENFLOW_SOAK", "0"))
 NUM_EXAMPLES = 45
@@ -41,6 +42,7 @@ pytestmark = pytest.mark.timeout(900 * max(1, SOAK))  # a failure is made short 
 
 MAX_UTILIZATION: Mapping[str, Any] = {"batch_scheduler_policy": "max_utilization"}
 UNCHUNKED: Mapping[str, Any] = {"enable_chunked_context": False, "max_num_tokens": 40}
+HOST: Mapping[str, Any] = {"kv_cache_host_memory_bytes": 10 * 4 * KV_BYTES_PER_TOKEN}
 ROOMY: Mapping[str, Any] = {"max_tokens_in_paged_kv_cache": 768, "max_batch_size": 4}
 
 
@@ -53,7 +55,9 @@ class ChosenMaxUtilization(ChosenMachine):
 
 
 class ChosenLeases(ChosenMachine):
-    config = replace(BASE, lease_tokens=5)
+    """The engine gives no KV events: where KV is is estimated."""
+
+    config = replace(BASE, lease_tokens=5, kv_event_buffer_max_size=0)
 
 
 class ChosenLeasesMaxUtilizationUnchunked(ChosenMachine):
@@ -71,12 +75,34 @@ class SlackNoEvict(SlackMachine):
 class SlackMaxUtilization(SlackMachine):
     """Nobody has slack enough to be spared when the pool runs out."""
 
-    config = replace(BASE, max_tokens_in_paged_kv_cache=48, **MAX_UTILIZATION)
+    config = replace(
+        BASE, max_tokens_in_paged_kv_cache=48, kv_event_buffer_max_size=0, **MAX_UTILIZATION
+    )
     policy = replace(EAGER, slack_margin_s=3.0)
 
 
 class SlackLeases(SlackMachine):
-    config = replace(BASE, lease_tokens=8)
+    """So few events are kept that some are missed."""
+
+    config = replace(BASE, lease_tokens=8, kv_event_buffer_max_size=3)
+
+
+class SlackHost(SlackMachine):
+    """A host tier by TensorRT-LLM's rules."""
+
+    config = replace(BASE, max_tokens_in_paged_kv_cache=48, **HOST, **MAX_UTILIZATION)
+
+
+class SlackTiering(SlackMachine):
+    """A host tier that is told what to do."""
+
+    config = replace(
+        BASE, max_tokens_in_paged_kv_cache=48, kv_tiering=True, **HOST, **MAX_UTILIZATION
+    )
+
+
+class ChosenHost(ChosenMachine):
+    config = replace(BASE, max_tokens_in_paged_kv_cache=40, **HOST)
 
 
 class SlackLeasesMaxUtilizationUnchunkedRoomy(SlackMachine):
@@ -94,6 +120,7 @@ class FcfsLeasesMaxUtilization(FcfsMachine):
 MACHINES: tuple[type[CoordinatorMachine], ...] = (
     *(ChosenNoEvict, ChosenMaxUtilization, ChosenLeases, ChosenLeasesMaxUtilizationUnchunked),
     *(ChosenRoomyUnchunked, SlackNoEvict, SlackMaxUtilization, SlackLeases),
+    *(SlackHost, SlackTiering, ChosenHost),
     *(SlackLeasesMaxUtilizationUnchunkedRoomy, FcfsNoEvict, FcfsLeasesMaxUtilization),
 )
 
@@ -113,6 +140,8 @@ MUST_HAPPEN = (
     *("num_resumes_recomputed", "num_engine_losses", "num_recovered", "holds", "shutdowns"),
     *("second losses", "losses of what cannot be paused", "failed steps", "refused by the engine"),
     *("end length", "end stop", "SlackNoEvict pauses", "SlackMaxUtilization pauses"),
+    *("num_resumes_from_cache", "num_resumes_from_host", "num_offloads_completed"),
+    *("num_onboards_completed", "num_host_evicted_blocks", "num_kv_event_gaps"),
     "examples without eviction",
 )
 

@@ -1,4 +1,4 @@
-"""What a resume asks of the engine, and the estimate of what is still cached."""
+"""What a resume asks of the engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenflow.executor.api import OutputConfig, Request, SamplingConfig
-from tokenflow.preemption import CacheEstimate, derive_seed, engine_request, unpausable_reason
+from tokenflow.preemption import derive_seed, engine_request, unpausable_reason
 from tokenflow.types import GenerateRequest
 
 
@@ -137,48 +137,3 @@ def test_a_resume_that_would_be_too_long_a_prompt_is_ruled_out() -> None:
     assert reason_of(request, max_input_len=12) is None
     assert reason_of(request, max_input_len=11) == "longer than a prompt may be"
     assert reason_of(request, max_input_len=9, max_seq_len=10) is None  # it ends at 10 tokens
-
-
-def test_cache_estimate_evicts_the_oldest_release_first() -> None:
-    cache = CacheEstimate(10)
-    cache.released(1, 4, ended=False)
-    cache.released(2, 4, ended=False)
-    assert cache.shrink(2) == []
-    assert cache.shrink(5) == [1]
-    assert (cache.num_blocks(1), cache.num_blocks(2)) == (1, 4)
-    assert cache.shrink(8) == [1, 2]
-    assert (cache.num_blocks(1), cache.num_blocks(2)) == (0, 2)
-
-
-def test_cache_estimate_evicts_what_has_ended_before_what_is_paused() -> None:
-    cache = CacheEstimate(10)
-    cache.released(1, 4, ended=False)
-    cache.released(2, 4, ended=True)
-    assert cache.shrink(5) == [2]
-    assert cache.shrink(6) == [2]
-    assert cache.shrink(8) == [1]
-    assert (cache.num_blocks(1), cache.num_blocks(2)) == (2, 0)
-
-
-@given(
-    st.lists(
-        st.one_of(
-            st.tuples(st.just("released"), st.integers(0, 5), st.integers(0, 6)),
-            st.tuples(st.just("forget"), st.integers(0, 5), st.just(0)),
-            st.tuples(st.just("shrink"), st.integers(0, 12), st.just(0)),
-        )
-    )
-)
-def test_cache_estimate_fits_the_pool_after_each_shrink(
-    steps: list[tuple[str, int, int]],
-) -> None:
-    cache = CacheEstimate(10)
-    for name, a, b in steps:
-        if name == "released":
-            cache.released(a, b, ended=bool(a % 2))
-        elif name == "forget":
-            cache.forget(a)
-        else:
-            cache.shrink(a)
-            held = sum(cache.num_blocks(handle) for handle in range(6))
-            assert held <= max(0, 10 - a)

@@ -162,9 +162,9 @@ class WatchedExecutor(SteppedExecutor):
     def end(self, now: float) -> None:
         super().end(now)
         kv = self.batcher.kv
-        num_cached = sum(block.ref_count == 0 for block in kv._tree)
-        num_free = kv.num_total_blocks - kv.num_used_blocks - num_cached
-        assert num_free == len(kv._free_slots)
+        tiers = kv.tier_stats()
+        num_free = kv.num_total_blocks - kv.num_used_blocks
+        num_free -= tiers.num_device_cached_blocks + tiers.num_device_in_transit_blocks
         self.num_free_low = min(self.num_free_low, num_free)
 
     def _check_room(self) -> None:

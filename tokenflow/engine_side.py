@@ -1,0 +1,96 @@
+"""All that knows the engine of the moment, put together.
+
+Owns the parts behind the coordinator that speak to an engine or about it (commands, feedback, where
+KV is, snapshots, recovery), and what happens to them when an engine is lost and when the next one
+starts. Invariant: between the two nothing is asked of an engine and nothing is planned.
+"""
+
+from __future__ import annotations
+
+from tokenflow.answers import Answers
+from tokenflow.commands import EngineCommands
+from tokenflow.config import ServingConfig
+from tokenflow.costs import CostModel
+from tokenflow.executor.api import Executor
+from tokenflow.executor.kv_api import KvTierStats
+from tokenflow.feedback import EngineFeedback
+from tokenflow.recovery import Recovery
+from tokenflow.session_table import SessionTable
+from tokenflow.snapshots import Snapshots
+from tokenflow.tiering_commands import TieringCommands
+from tokenflow.types import Snapshot
+from tokenflow.whereabouts import KvWhereabouts
+
+
+class EngineSide:
+    """The parts, and the engine's end and start.
+
+    num_total_blocks: device blocks of the pool.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: ServingConfig,
+        table: SessionTable,
+        answers: Answers,
+        costs: CostModel,
+    ) -> None:
+        engine = config.executor_config()
+        pool = engine.kv_cache_config
+        self.num_total_blocks = (pool.max_tokens or 0) // engine.tokens_per_block
+        self._table = table
+        self._recovery = Recovery(table, answers)
+        self._whereabouts = KvWhereabouts(
+            executor, table, answers.counters, self.num_total_blocks, engine.tokens_per_block
+        )
+        self.commands = EngineCommands(
+            executor,
+            table,
+            answers,
+            self._whereabouts,
+            TieringCommands(executor, table, engine.tokens_per_block),
+            has_retention=bool(pool.host_cache_size or pool.event_buffer_max_size),
+        )
+        self.feedback = EngineFeedback(
+            self.commands,
+            table,
+            answers,
+            costs,
+            self._whereabouts,
+            self._recovery,
+            self.num_total_blocks,
+        )
+        self.snapshots = Snapshots(table, self._whereabouts, costs, config, self.num_total_blocks)
+
+    def lost(self, message: str, now: float) -> None:
+        """The engine ended; `message` says how. What it held waits for the next one, if it may."""
+        self.commands.lost()
+        for session in self._table:
+            self._recovery.lost(session, message, now)
+        self._whereabouts.lost()
+        self.emptied()
+        self.feedback.tiers.lost()
+
+    def emptied(self) -> None:
+        """Everything was taken from the engine, or it is gone: nothing is queued or in use."""
+        self.feedback.on_engine_emptied(self.num_total_blocks)
+
+    def started(self, executor: Executor) -> None:
+        """An engine that knows nothing took the place of the lost one."""
+        self._whereabouts.use(executor)
+        self.commands.use(executor)
+
+    def snapshot(self, now: float) -> Snapshot:
+        """What the planner may look at."""
+        return self.snapshots.make(now, has_tiering=self.commands.has_tiering)
+
+    @property
+    def tiers(self) -> KvTierStats | None:
+        """Both KV tiers, as of the last iteration; None = unknown."""
+        return self.feedback.tiers.now
+
+    @property
+    def kv_is_mirrored(self) -> bool:
+        """True while the engine's events tell where KV is; else it is estimated."""
+        return self._whereabouts.is_mirrored

@@ -1,0 +1,91 @@
+"""How long the engine is to keep which blocks of a request: retention priorities.
+
+Owns the few priorities there are and what they are given to. They are fixed at each enqueue, when
+nobody knows whether the request will be paused or end, so they say how likely its blocks are to be
+wanted again:
+
+- what several requests begin with is worth more than what one stream needs;
+- what one stream needs is the first victim, yet worth a host copy. Among streams, the more a
+  request has left to generate, the likelier it is to be paused and to come back, and the less
+  likely its blocks are the remains of a request that has ended. Without that the remains of short
+  requests, being younger, would outlive the KV of the streams that were paused for them;
+- the output of a request that can never be paused ends with it: not worth a copy.
+
+On a resume the old output is a part of the prompt, hence the ranges.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from datetime import timedelta
+
+from tokenflow.config import OFFLOAD_MIN_PRIORITY
+from tokenflow.executor.api import KvCacheRetentionConfig, TokenRangeRetentionConfig
+
+SHARED_PRIORITY = 60
+"""What several requests began with."""
+SHARED_DURATION = timedelta(seconds=60)
+"""After so long without a user it is worth no more than anything else: the engine's default."""
+PRIVATE_PRIORITIES = range(OFFLOAD_MIN_PRIORITY, 36)
+"""What one stream needs, from one that is about to end to one with much left: all worth a host
+copy, none above the engine's default of 35, to which expired blocks return."""
+TOKENS_PER_PRIORITY = 16
+"""Tokens left to generate that raise a stream's blocks by one. By runs in virtual time: with 32,
+and with one priority for all, paused KV was lost to ended requests of the demo's burst."""
+ENDING_PRIORITY = 20
+"""Output that nobody will resume (< OFFLOAD_MIN_PRIORITY: dropped without a copy)."""
+
+_MAX_REMEMBERED_BLOCKS = 1 << 16
+
+assert ENDING_PRIORITY < PRIVATE_PRIORITIES[0] <= PRIVATE_PRIORITIES[-1] < SHARED_PRIORITY
+
+
+def retention_config(
+    num_shared_tokens: int, num_left: int, *, is_pausable: bool
+) -> KvCacheRetentionConfig:
+    """Of one enqueue whose first `num_shared_tokens` tokens other requests began with too, and that
+    has `num_left` tokens left to generate, over all its enqueues."""
+    level = min(num_left // TOKENS_PER_PRIORITY, len(PRIVATE_PRIORITIES) - 1) if is_pausable else 0
+    priority = PRIVATE_PRIORITIES[level]
+    private = TokenRangeRetentionConfig(
+        token_start=num_shared_tokens, token_end=None, priority=priority
+    )
+    shared = TokenRangeRetentionConfig(
+        token_start=0,
+        token_end=num_shared_tokens,
+        priority=SHARED_PRIORITY,
+        duration_ms=SHARED_DURATION,
+    )
+    return KvCacheRetentionConfig(
+        token_range_retention_configs=(shared, private) if num_shared_tokens else (private,),
+        decode_retention_priority=priority if is_pausable else ENDING_PRIORITY,
+    )
+
+
+class PromptBeginnings:
+    """Remembers the whole blocks that recent prompts began with.
+
+    max_blocks: remembered at most; those longest without a request are forgotten first.
+    """
+
+    def __init__(self, tokens_per_block: int, max_blocks: int = _MAX_REMEMBERED_BLOCKS) -> None:
+        self._tokens_per_block = tokens_per_block
+        self._max_blocks = max_blocks
+        self._seen: OrderedDict[int, None] = OrderedDict()
+
+    def observe(self, token_ids: Sequence[int], cache_salt_id: int | None) -> int:
+        """A request with this prompt came: how many of its leading tokens, in whole blocks, an
+        earlier one began with too."""
+        size, num_shared, is_known = self._tokens_per_block, 0, True
+        chain = hash((cache_salt_id is None, cache_salt_id or 0))
+        for end in range(size, len(token_ids) + 1, size):
+            chain = hash((chain, tuple(token_ids[end - size : end])))
+            is_known = is_known and chain in self._seen
+            if is_known:
+                num_shared = end
+            self._seen[chain] = None
+            self._seen.move_to_end(chain)
+        while len(self._seen) > self._max_blocks:
+            self._seen.popitem(last=False)
+        return num_shared
