@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tokenflow.runtime import RuntimeGauges
+from triton_backend.kv_metrics import KV_COUNTERS, KV_GAUGES, kv_values
 
 TTFT_BUCKETS_S = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 60.0)
 
@@ -20,8 +21,7 @@ _GAUGES = (
      {"waiting": "num_waiting", "running": "num_running", "paused": "num_paused"}),
     ("tokenflow_held_requests", "Those of the active requests that their client holds paused", None,
      {"": "num_held"}),
-    ("tokenflow_kv_blocks", "KV blocks of the engine's device pool", "state",
-     {"total": "num_total_blocks", "free": "num_free_blocks", "used": "num_used_blocks"}),
+    *KV_GAUGES,
     ("tokenflow_healthy", "1 while the engine serves, else 0", None, {"": "healthy"}),
 )  # fmt: skip
 _COUNTERS = (
@@ -36,9 +36,11 @@ _COUNTERS = (
       "internal": "num_internal_pauses"}),
     ("tokenflow_resumes_total", "Resumes of paused streams by where their KV came from, as far as "
      "their runs have ended", "from",
-     {"cache": "num_resumes_from_cache", "recompute": "num_resumes_recomputed"}),
+     {"cache": "num_resumes_from_cache", "host": "num_resumes_from_host",
+      "recompute": "num_resumes_recomputed"}),
     ("tokenflow_recomputed_tokens_total", "Tokens whose KV a resume had to compute again", None,
      {"": "num_recomputed_tokens"}),
+    *KV_COUNTERS,
     ("tokenflow_lease_ends_total", "Leases that ended while their request went on", None,
      {"": "num_lease_ends"}),
     ("tokenflow_engine_losses_total", "Engines that ended or stood still while serving", None,
@@ -47,7 +49,6 @@ _COUNTERS = (
      None, {"": "num_recovered"}),
     ("tokenflow_output_tokens_total", "Generated tokens", None, {"": "num_output_tokens"}),
 )  # fmt: skip
-_DERIVED = {"num_used_blocks", "num_planned_pauses"}
 
 
 class MetricsSource(Protocol):
@@ -126,13 +127,10 @@ class MetricsExporter:
 
 
 def _values(gauges: RuntimeGauges) -> dict[str, float]:
-    names = {field for _, _, _, fields in (*_GAUGES, *_COUNTERS) for field in fields.values()}
-    names -= _DERIVED
     counters = gauges.counters
-    values = {
-        name: float(getattr(counters if hasattr(counters, name) else gauges, name))
-        for name in names
-    }
-    values["num_used_blocks"] = values["num_total_blocks"] - values["num_free_blocks"]
-    values["num_planned_pauses"] = counters.num_pauses - counters.num_forced_pauses
+    values = kv_values(gauges)
+    values["num_planned_pauses"] = float(counters.num_pauses - counters.num_forced_pauses)
+    names = {field for _, _, _, fields in (*_GAUGES, *_COUNTERS) for field in fields.values()}
+    for name in names - values.keys():
+        values[name] = float(getattr(counters if hasattr(counters, name) else gauges, name))
     return values
