@@ -15,7 +15,7 @@ PIP_FLAGS ?=
 # Test workers share the cores: one thread each, and waiting threads sleep instead of spinning.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-.PHONY: help setup doctor model serve demo burst-pa test soak check format bench docs clean distclean
+.PHONY: help setup doctor model serve demo demo-kv kv-cycles burst-pa test soak check format bench kv-tiers docs clean distclean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,12 @@ serve: model  ## the real server with SmolLM2; prints what to try
 
 demo: model  ## one burst, first-come-first-served against tokenflow; table and picture
 	$(BIN)/tokenflow demo $(ARGS)
+
+demo-kv: model  ## a burst that finds the KV pool full, with host memory behind it; table
+	$(BIN)/python -m perf.demo_kv $(ARGS)
+
+kv-cycles: $(READY)  ## 2,000 pauses and resumes on a host tier for ten; hit share and memory
+	$(BIN)/python -m perf.kv_cycles $(ARGS)
 
 burst-pa: model  ## the same burst driven by perf_analyzer
 	$(BIN)/tokenflow burst-pa $(ARGS)
@@ -71,6 +77,9 @@ bench: model  ## cost of a plan, of the process channel and of a decode step
 	$(BIN)/python -m perf.plan_cost
 	$(BIN)/python -m perf.channel
 	$(BIN)/python -m perf.engine_step
+
+kv-tiers: model  ## what the two tiers of KV cost and what each part is worth; about 6 minutes
+	$(BIN)/python -m perf.kv_tiers $(ARGS)
 
 docs: $(READY)  ## rewrite the generated tables of README and docs
 	$(BIN)/python -m perf.report --update

@@ -186,9 +186,9 @@ def _run_values(played: Played) -> dict[str, Any]:
     }
 
 
-def parse_settings(pairs: Sequence[str]) -> dict[str, str]:
-    """Engine settings of the demo with `NAME=VALUE` pairs laid over them."""
-    settings = dict(DEMO_ENGINE)
+def parse_settings(pairs: Sequence[str], base: Mapping[str, str] = DEMO_ENGINE) -> dict[str, str]:
+    """Engine settings (`base`: those of the demo) with `NAME=VALUE` pairs laid over them."""
+    settings = dict(base)
     for pair in pairs:
         name, separator, value = pair.partition("=")
         if not separator:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from perf import demo_kv_table
+from perf.kv.tables import markdown as kv_tiers_tables
 from tokenflow.config import ServingConfig, format_parameters
 from tokenflow.preemption import UNPAUSABLE_KINDS
 
@@ -175,9 +177,11 @@ def _of_results(name: str, render: Callable[[Mapping[str, Any]], str]) -> Callab
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "demo": _of_results("demo", markdown_table),
     "demo_runs": _of_results("demo", runs_table),
+    "demo_kv": _of_results("demo_kv", demo_kv_table.markdown_table),
     "burst_pa": _of_results("burst_pa", markdown_table),
     "soak": _of_results("soak", soak_table),
     "lease": _of_results("lease", lease_table),
+    "kv_tiers": _of_results("kv_tiers", kv_tiers_tables),
     "parameters": lambda results: parameter_table(),
     "unpausable": lambda results: unpausable_table(),
 }

@@ -32,6 +32,16 @@ DEMO_BURST_TIME_S = 10.0
 DEMO_BURST_LENGTH_S = 1.0
 DEMO_NUM_READERS = 8
 DEMO_NUM_NEWCOMERS = 16
+# Engine limits of the demo of both KV tiers: more slots than anybody takes, 96 blocks of 32 tokens
+# on the device, and host memory for all that started.
+KV_DEMO_ENGINE: dict[str, str] = {
+    "max_batch_size": "24",
+    "tokens_per_block": "32",
+    "max_tokens_in_paged_kv_cache": "3072",
+    "kv_cache_host_memory_bytes": str(256 << 20),
+}
+KV_DEMO_NUM_READERS = 8
+KV_DEMO_NUM_NEWCOMERS = 12
 # ΣR/Γ above this has little room left for a burst, and the output says so.
 HIGH_LOAD = 0.8
 
@@ -104,7 +114,31 @@ def demo_workload(tokenizer: Tokenizer, seed: int = DEMO_SEED) -> list[ClientReq
         )
         for index in range(DEMO_NUM_READERS)
     ]
-    offsets = sorted(rng.uniform(0, DEMO_BURST_LENGTH_S) for _ in range(DEMO_NUM_NEWCOMERS))
+    return requests + _burst(tokenizer, rng, DEMO_NUM_NEWCOMERS)
+
+
+def kv_demo_workload(tokenizer: Tokenizer, seed: int = DEMO_SEED) -> list[ClientRequest]:
+    """The demo of both KV tiers: readers of long texts fill the pool, then a burst comes.
+
+    8 readers, prompts of 300-400 tokens and answers of 240-320, one every 0.3 s; from second 10 on,
+    within one second, 12 questions of 30-60 tokens with answers of 40-60. Everybody reads 4
+    tokens/s. The readers alone come to 1.6 times the pool when they are done, and everybody
+    together has fewer streams than the engine has slots: it is the KV that is short.
+    """
+    rng = random.Random(seed)
+    requests = []
+    for index in range(KV_DEMO_NUM_READERS):
+        texts = [READER_OPENINGS[(index + k) % len(READER_OPENINGS)] for k in range(4)]
+        prompt = cut(tokenizer, " ".join(texts), rng.randint(300, 400))
+        answer = rng.randint(240, 320)
+        requests.append(_request(tokenizer, READER, index, prompt, answer, 0.3 * index))
+    return requests + _burst(tokenizer, rng, KV_DEMO_NUM_NEWCOMERS)
+
+
+def _burst(tokenizer: Tokenizer, rng: random.Random, num_newcomers: int) -> list[ClientRequest]:
+    """Short questions with short answers within a second."""
+    requests = []
+    offsets = sorted(rng.uniform(0, DEMO_BURST_LENGTH_S) for _ in range(num_newcomers))
     for index, offset in enumerate(offsets):
         # Two questions in one message, so that there is enough text for the longest cut.
         text = f"{QUESTIONS[index]} {QUESTIONS[(index + 1) % len(QUESTIONS)]}"

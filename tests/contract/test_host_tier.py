@@ -28,10 +28,11 @@ def _drive_out(client, salt: int, tiering) -> None:
     for i in range(4):
         prompt = _prompt(100 * salt + i, 160)
         client.run(prompt, 1)
-        if tiering is not None:
-            tiering.offload([*prompt, 0], 1000)
+    if tiering is None:
+        return
+    tiering.offload([*prompt, 0], 1000)  # a prefetch takes only room that costs no copy
     deadline = time.monotonic() + WAIT_S
-    while tiering is not None:  # a prefetch takes only room that costs no copy
+    while True:
         location = tiering.locate([*prompt, 0])
         if location.num_copied_blocks == location.num_device_blocks:
             return

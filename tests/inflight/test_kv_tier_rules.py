@@ -335,7 +335,30 @@ def test_what_an_ended_request_left_goes_before_what_was_cut_short():
     cache.put(B, ended=True)
     cache.put(C)
     assert cache.where(A) == (1, 0, 0)
+    assert cache.where(B) == (0, 1, 0), "there was room for it"
+    cache.put(D, ended=True)
+    assert cache.where(A) == (0, 1, 0), "which it gives up again"
+    cache.put(E)
+    assert cache.where(A) == (0, 1, 0)
+    assert cache.where(D) == (0, 0, 0), "it is worth no more than free room"
+
+
+def test_what_ended_is_worth_a_copy_if_it_was_given_more_than_the_default():
+    cache = Cache(2, 1, inclusive=True)
+    cache.put(A)
+    cache.put(B, keep(60), ended=True)
+    cache.put(C)
     assert cache.where(B) == (0, 1, 0)
+
+
+def test_prefetch_takes_the_room_of_what_has_ended():
+    cache = Cache(4, 6, inclusive=True)
+    cache.put(tokens(A, B))
+    cache.put(tokens(C, D, E, F), ended=True)
+    assert cache.where(tokens(A, B)) == (0, 2, 0)
+    cache.kv.prefetch(tokens(A, B, [0]))
+    assert cache.where(tokens(A, B)) == (2, 0, 2)
+    assert cache.where(tokens(C, D, E, F)) == (2, 0, 0)
 
 
 def test_bytes_on_their_way_are_bounded():
