@@ -58,6 +58,9 @@ def write_through(view: View, draft: Draft, able: Victims) -> None:
     if costs.offload_block_s > 0:
         share_s = policy.write_through_share * costs.plan_interval_s
         num_left = max(1, int(share_s / costs.offload_block_s))
+    paused = np.concatenate([view.paused, view.pausing])
+    num_needed = int((-(-view.num_tokens[paused] // kv.tokens_per_block)).sum())
+    num_left = min(num_left, kv.num_host_blocks - num_needed - int(s.num_copied_blocks.sum()))
     rows = np.asarray(able.rows, dtype=np.int64)
     # The KV of the last token is written by the next step.
     full = (view.num_tokens[rows] - 1) // kv.tokens_per_block - s.num_copied_blocks[rows]

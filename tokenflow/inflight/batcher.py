@@ -208,12 +208,14 @@ class InflightBatcher:
         if iteration.num_active or self._last_num_active or iteration.has_commands:
             stats = self._stats(iteration, now)
         self._last_num_active = iteration.num_active
+        self.kv.flush_events()
         return StepResult(responses, stats)
 
     def poll(self, now: float) -> IterationStats | None:
         """Between steps, while nothing is to be computed: see to copies that still run. Returns
         statistics once the last of them is done."""
         self.kv.begin(now)
+        self.kv.flush_events()
         return None if self.kv.has_flights else self._stats(Iteration(now), now)
 
     def _stats(self, iteration: Iteration, now: float) -> IterationStats:
@@ -227,8 +229,6 @@ class InflightBatcher:
         )
         self._iter += 1
         self._num_completed = 0
-        if self.kv.events is not None:
-            self.kv.events.flush()
         return stats
 
     def step(self, now: float) -> StepResult:

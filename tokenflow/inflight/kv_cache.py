@@ -98,6 +98,11 @@ class KvCacheManager:
                 block.is_wanted = False
                 self._tiers.offer(block)
 
+    def flush_events(self) -> None:
+        """Make the events so far visible."""
+        if self.events is not None:
+            self.events.flush()
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.tokens_per_block)

@@ -100,6 +100,11 @@ class Block(TreeNode):
         return self.parent is not None
 
     @property
+    def is_left_over(self) -> bool:
+        """True for what an ended request left and nothing else is built on."""
+        return self.ended and not self.children
+
+    @property
     def is_unused_leaf(self) -> bool:
         """True for an unreferenced leaf of the tree that no copy reads or writes."""
         return (

@@ -21,6 +21,7 @@ Invariants:
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ from tokenflow.executor.kv_api import KvTierStats
 from tokenflow.inflight.block_store import BlockStore
 from tokenflow.inflight.flights import Flight, Flights, TierCounters
 from tokenflow.inflight.moves import StepMoves
-from tokenflow.inflight.reuse_tree import Block, TreeNode
+from tokenflow.inflight.reuse_tree import DEFAULT_PRIORITY, Block, TreeNode
 from tokenflow.inflight.runner import BlockCopy, CopyDirection, KvTransport
 from tokenflow.inflight.victims import Victims
 
@@ -73,7 +74,9 @@ class BlockTiers:
         self._inclusive = host is not None and host.inclusive
         self._store = store
         self._free_device = list(range(num_device_blocks - 1, -1, -1))
-        self._free_host = list(range(self.num_host_blocks - 1, -1, -1))
+        # First in, first out: a slot just given up is the source of a copy that the next one into
+        # it would have to wait for.
+        self._free_host = deque(range(self.num_host_blocks))
         self.victims = Victims(num_device_blocks, self.num_host_blocks, inclusive=self._inclusive)
         self._moves = StepMoves()
         self._flights = Flights(host.transport if host else None)
@@ -139,9 +142,8 @@ class BlockTiers:
     def _vacate(self, victim: Block) -> int:
         """The device slot of `victim`, whose content goes to the host or is lost."""
         slot = victim.device_slot
-        if victim.host_slot is None and self._host is not None:
-            if victim.priority >= self._host.min_priority:
-                victim.host_slot = self._take_host(for_copy=False)
+        if victim.host_slot is None and (self._is_worth_a_copy(victim) or self._fits(victim)):
+            victim.host_slot = self._take_host(for_copy=False)
             if victim.host_slot is not None:
                 self._moves.offload(slot, victim.host_slot)
         if victim.host_slot is None:
@@ -149,6 +151,18 @@ class BlockTiers:
             return slot
         self._leave_device(victim)
         return slot
+
+    def _is_worth_a_copy(self, block: Block) -> bool:
+        """By priority; driven from above, what an ended request left is not, unless it was given
+        more than the default."""
+        if self._host is None or block.priority < self._host.min_priority:
+            return False
+        return not (self._inclusive and block.is_left_over) or block.priority > DEFAULT_PRIORITY
+
+    def _fits(self, block: Block) -> bool:
+        """True for what is not worth another block's place on the host, but need not be lost."""
+        host = self._host
+        return host is not None and block.priority >= host.min_priority and bool(self._free_host)
 
     def _leave_device(self, block: Block) -> None:
         block.slot, block.is_wanted = None, False
@@ -159,15 +173,20 @@ class BlockTiers:
         self.victims.offer(block.parent)
 
     def _take_device_unseen(self) -> int | None:
-        """A device slot that no step has to copy for: free, or of a block with a host copy that
-        was not brought back ahead of need itself."""
+        """A device slot that no step has to copy for: free, or of a block that has a host copy or
+        is not worth one, and was not brought back ahead of need itself."""
         if self._free_device:
             return self._free_device.pop()
         victim = self.victims.device.first()
-        if victim is None or victim.host_slot is None or victim.is_wanted:
+        if victim is None or victim.is_wanted:
             return None
         slot = victim.device_slot
-        self._leave_device(victim)
+        if victim.host_slot is not None:
+            self._leave_device(victim)
+        elif self._is_worth_a_copy(victim):
+            return None
+        else:
+            self._forget_subtree(victim, keep_slot=True)
         return slot
 
     # -- host slots ----------------------------------------------------------------------------
@@ -176,9 +195,9 @@ class BlockTiers:
         """A host slot, or None. for_copy: for a copy ahead of need, which takes none from another
         copy: two streams would take turns in losing theirs."""
         if self._free_host:
-            return self._free_host.pop()
+            return self._free_host.popleft()
         victim = self.victims.host.first()
-        if not for_copy and (victim is None or not victim.ended):
+        if not for_copy and (victim is None or not victim.is_left_over):
             victim = self.victims.copies.first() or victim
         if victim is None:
             self.counters.num_host_full += 1

@@ -61,10 +61,10 @@ class Victims:
 
     device: cached blocks on the device. host: blocks that are on the host only. copies: host copies
     of blocks that are on the device too.
-    inclusive: the host keeps copies (tiers.py). Then a device block that has one goes before those
-    that have none, and what an ended request left before what was cut short; what was brought back
-    ahead of need goes last. Otherwise the order is TensorRT-LLM's: lowest retention priority first,
-    then least recently used.
+    inclusive: the host keeps copies (tiers.py). Then what an ended request left goes before what
+    was cut short, of each a device block that has a copy before those that have none, and what was
+    brought back ahead of need last. Otherwise the order is TensorRT-LLM's: lowest retention
+    priority first, then least recently used.
     """
 
     def __init__(self, num_device_blocks: int, num_host_blocks: int, *, inclusive: bool) -> None:
@@ -98,8 +98,8 @@ class Victims:
             return (block.priority, block.last_use)
         return (
             block.is_wanted,
+            not block.is_left_over,
             block.host_slot is None,
-            not block.ended,
             block.priority,
             block.last_use,
         )
@@ -107,7 +107,7 @@ class Victims:
     def _host_key(self, block: Block) -> VictimKey | None:
         if block.slot is not None or block.host_slot is None or not block.is_unused_leaf:
             return None
-        return (self._inclusive and not block.ended, block.priority, block.last_use)
+        return (self._inclusive and not block.is_left_over, block.priority, block.last_use)
 
 
 def _copy_key(block: Block) -> VictimKey | None:
