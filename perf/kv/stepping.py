@@ -152,7 +152,7 @@ class SteppedEngine:
 
     def locate(self, stream: Stream) -> KvLocation:
         """Where the KV of a stream that does not run is."""
-        return self._executor.batcher.kv.locate(stream.token_ids)
+        return self._executor.batcher.kv.ahead.locate(stream.token_ids)
 
     def take_all_blocks(self) -> None:
         """Take every device block that nobody references away from what is cached in it. Those of

@@ -92,7 +92,7 @@ def test_unknown_finished_and_repeated_cancels_do_nothing():
     driver.run()
     assert driver.outputs[a].reason is FinishReason.LENGTH
     assert driver.outputs[b].reason is FinishReason.CANCELLED
-    assert not driver.batcher._cancels
+    assert not driver.batcher._queue._cancels
 
 
 def test_cancelled_non_streaming_request_returns_no_generated_tokens():

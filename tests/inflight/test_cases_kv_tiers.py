@@ -53,7 +53,7 @@ def test_case_057_cancelled_requests_give_their_host_blocks_back(driven):
         offload(last)
     last.pause()
     push_out(driver)
-    where = driver.batcher.kv.locate(last.all_token_ids)
+    where = driver.batcher.kv.ahead.locate(last.all_token_ids)
     assert (where.num_tokens, where.num_device_blocks) == (45, 0)
     last.resume()
     last.finish()

@@ -39,7 +39,7 @@ def test_commands_of_an_idle_engine_are_carried_out_and_told():
         num_stats = len(driver.stats)
         driver.run()
         assert not driver.batcher.has_work
-        found = kv.locate(tokens)
+        found = kv.ahead.locate(tokens)
         told = found.num_device_blocks, found.num_host_blocks, found.num_copied_blocks
         assert told == where
         mirror.replay(kv.events.get_latest_events(0))
@@ -67,14 +67,14 @@ def test_dropping_a_stream_leaves_the_tail_of_another_one_alone():
     push_out(driver)
     push_out(driver)
     kv = driver.batcher.kv
-    assert kv.locate([*other.prompt, 0]).num_tokens == 11
-    kv.drop_host([5] * 8 + [6, 9, 9, 9])
-    assert kv.locate([*other.prompt, 0]).num_tokens == 11
-    kv.drop_host([*one.prompt, 0])
-    assert kv.locate([*other.prompt, 0]).num_tokens == 11
-    assert kv.locate([*one.prompt, 0]).num_tokens == 8
-    kv.drop_host([*other.prompt, 0])
-    assert kv.locate([*other.prompt, 0]).num_tokens == 0
+    assert kv.ahead.locate([*other.prompt, 0]).num_tokens == 11
+    kv.ahead.drop_host([5] * 8 + [6, 9, 9, 9])
+    assert kv.ahead.locate([*other.prompt, 0]).num_tokens == 11
+    kv.ahead.drop_host([*one.prompt, 0])
+    assert kv.ahead.locate([*other.prompt, 0]).num_tokens == 11
+    assert kv.ahead.locate([*one.prompt, 0]).num_tokens == 8
+    kv.ahead.drop_host([*other.prompt, 0])
+    assert kv.ahead.locate([*other.prompt, 0]).num_tokens == 0
 
 
 @both_modes

@@ -73,11 +73,11 @@ class Cache:
     def where(self, token_ids):
         """(blocks on the device, blocks on the host only, of the former with a copy)"""
         self.kv.begin(self.now)
-        found = self.kv.locate([*token_ids, 0])
+        found = self.kv.ahead.locate([*token_ids, 0])
         return found.num_device_blocks, found.num_host_blocks, found.num_copied_blocks
 
     def events(self):
-        self.kv.events.flush()
+        self.kv.flush_events()
         return [event.data for event in self.kv.events.get_latest_events(0)]
 
 
@@ -227,7 +227,7 @@ def test_a_block_with_a_copy_is_given_away_without_another():
     cache = Cache(4, 4, inclusive=True)
     cache.put(tokens(A, B))
     cache.put(tokens(C, D))
-    cache.kv.offload(tokens(C, D, [0]), 8)
+    cache.kv.ahead.offload(tokens(C, D, [0]), 8)
     assert cache.where(tokens(C, D)) == (2, 0, 2)
     cache.put(tokens(E, F))
     assert cache.where(tokens(C, D)) == (0, 2, 0), "although it was used last"
@@ -247,9 +247,9 @@ def test_the_oldest_blocks_are_copied_first_and_no_more_than_asked_for():
     cache = Cache(4, 4, inclusive=True)
     stream = cache.start(tokens(A, B, C, [9]))
     cache.kv.store_full_blocks(stream, tokens(A, B, C, [9]), 12)
-    cache.kv.offload(tokens(A, B, C, [9]), 2)
+    cache.kv.ahead.offload(tokens(A, B, C, [9]), 2)
     assert cache.where(tokens(A, B, C)) == (3, 0, 2)
-    cache.kv.offload(tokens(A, B, C, [9]), 2)
+    cache.kv.ahead.offload(tokens(A, B, C, [9]), 2)
     assert cache.where(tokens(A, B, C)) == (3, 0, 3)
     cache.kv.check_integrity()
 
@@ -259,14 +259,14 @@ def test_a_copy_ahead_of_need_takes_no_room_from_another_copy():
     streams = [cache.start(tokens(x, [9])) for x in (A, B)]
     for stream, group in zip(streams, (A, B), strict=True):
         cache.kv.store_full_blocks(stream, tokens(group, [9]), 4)
-    cache.kv.offload(tokens(A, [9]), 4)
-    cache.kv.offload(tokens(B, [9]), 4)
+    cache.kv.ahead.offload(tokens(A, [9]), 4)
+    cache.kv.ahead.offload(tokens(B, [9]), 4)
     assert cache.where(A)[2] + cache.where(B)[2] == 2
     third = Cache(6, 1, inclusive=True)
     for group in (A, B):
         stream = third.start(tokens(group, [9]))
         third.kv.store_full_blocks(stream, tokens(group, [9]), 4)
-        third.kv.offload(tokens(group, [9]), 4)
+        third.kv.ahead.offload(tokens(group, [9]), 4)
     assert third.where(A) == (1, 0, 1)
     assert third.where(B) == (1, 0, 0)
     assert third.kv.tier_stats().num_host_full == 1
@@ -277,11 +277,11 @@ def test_prefetch_takes_free_room_and_rooms_with_copies_only():
     cache.put(tokens(A, B))
     cache.put(tokens(C, D, E, F))
     assert cache.where(tokens(A, B)) == (0, 2, 0)
-    cache.kv.prefetch(tokens(A, B, [0]))
+    cache.kv.ahead.prefetch(tokens(A, B, [0]))
     assert cache.where(tokens(A, B)) == (0, 2, 0), "it would push out what has no copy"
-    cache.kv.offload(tokens(C, D, E, F, [0]), 4)
+    cache.kv.ahead.offload(tokens(C, D, E, F, [0]), 4)
     cache.at(1.0)
-    cache.kv.prefetch(tokens(A, B, [0]))
+    cache.kv.ahead.prefetch(tokens(A, B, [0]))
     assert cache.where(tokens(A, B)) == (2, 0, 2)
     assert cache.where(tokens(C, D, E, F)) == (2, 2, 2)
     assert cache.start(tokens(A, B, [9])).num_onboarded_blocks == 0
@@ -293,9 +293,9 @@ def test_what_was_brought_back_stays_until_it_is_used():
     cache.put(tokens(A, B))
     cache.put(tokens(C, D))
     cache.put(tokens(E, F))
-    cache.kv.offload(tokens(C, D, [0]), 2)
+    cache.kv.ahead.offload(tokens(C, D, [0]), 2)
     cache.at(1.0)
-    cache.kv.prefetch(tokens(A, B, [0]))
+    cache.kv.ahead.prefetch(tokens(A, B, [0]))
     assert cache.where(tokens(A, B)) == (2, 0, 2)
     cache.put([21] * SIZE)
     assert cache.where(tokens(A, B)) == (2, 0, 2), "not even for what has no copy"
@@ -310,9 +310,9 @@ def test_what_was_brought_back_in_vain_does_not_stay_for_ever():
     cache.put(tokens(A, B))
     cache.put(tokens(C, D))
     cache.put(tokens(E, F))
-    cache.kv.offload(tokens(C, D, [0]), 2)
+    cache.kv.ahead.offload(tokens(C, D, [0]), 2)
     cache.at(1.0)
-    cache.kv.prefetch(tokens(A, B, [0]))
+    cache.kv.ahead.prefetch(tokens(A, B, [0]))
     cache.at(12.0)
     cache.put([21] * SIZE)
     assert cache.where(tokens(A, B)) == (1, 1, 1)
@@ -324,7 +324,7 @@ def test_a_dropped_prefix_is_computed_again():
     cache.put(tokens(A, B))
     cache.put(tokens(C, D, E))
     assert cache.where(tokens(A, B)) == (1, 1, 0)
-    cache.kv.drop_host(tokens(A, B, [0]))
+    cache.kv.ahead.drop_host(tokens(A, B, [0]))
     assert cache.where(tokens(A, B)) == (1, 0, 0)
     assert cache.start(tokens(A, B, [9])).num_reused_tokens == 4
 
@@ -356,30 +356,48 @@ def test_prefetch_takes_the_room_of_what_has_ended():
     cache.put(tokens(A, B))
     cache.put(tokens(C, D, E, F), ended=True)
     assert cache.where(tokens(A, B)) == (0, 2, 0)
-    cache.kv.prefetch(tokens(A, B, [0]))
+    cache.kv.ahead.prefetch(tokens(A, B, [0]))
     assert cache.where(tokens(A, B)) == (2, 0, 2)
     assert cache.where(tokens(C, D, E, F)) == (2, 0, 0)
 
 
 def test_bytes_on_their_way_are_bounded():
     pace = WhenTold()
-    cache = Cache(4, 4, inclusive=True, pace=pace, max_blocks_in_flight=3)
+    cache = Cache(4, 4, inclusive=True, pace=pace, max_blocks_in_flight=4)
     cache.put(tokens(A, B, C, D))
-    cache.kv.offload(tokens(A, B, C, D, [0]), 8)
+    cache.kv.ahead.offload(tokens(A, B, C, D, [0]), 8)
     assert cache.kv.tier_stats().num_host_in_transit_blocks == 3
-    cache.kv.offload(tokens(A, B, C, D, [0]), 8)
+    cache.kv.ahead.offload(tokens(A, B, C, D, [0]), 8)
     assert cache.kv.tier_stats().num_host_in_transit_blocks == 3
     pace.complete_all()
     cache.at(1.0)
-    cache.kv.offload(tokens(A, B, C, D, [0]), 8)
+    cache.kv.ahead.offload(tokens(A, B, C, D, [0]), 8)
     assert cache.kv.tier_stats().num_host_in_transit_blocks == 1
+
+
+def test_a_rush_to_the_host_leaves_room_for_who_comes_back():
+    pace = WhenTold()
+    cache = Cache(6, 8, inclusive=True, pace=pace, max_blocks_in_flight=4)
+    cache.put(tokens(A))
+    cache.put(tokens(B, C, D, E, F, [0] * SIZE))
+    cache.kv.ahead.offload(tokens(B, C, D, E, F, [0]), 8)
+    assert cache.kv.tier_stats().num_host_in_transit_blocks == 3
+    pace.complete_all()
+    cache.at(1.0)
+    cache.kv.ahead.offload(tokens(B, C, D, E, F, [0] * SIZE, [0]), 8)
+    cache.kv.ahead.prefetch(tokens(A, [0]))
+    assert cache.kv.tier_stats().num_device_in_transit_blocks == 0, "there is no room for it"
+    pace.complete_all()
+    cache.at(2.0)
+    cache.kv.ahead.prefetch(tokens(A, [0]))
+    assert cache.kv.tier_stats().num_device_in_transit_blocks == 1
 
 
 def test_a_block_is_not_found_with_a_copy_before_it_is_complete_nor_after_it_failed():
     pace = WhenTold()
     cache = Cache(2, 4, inclusive=True, pace=pace)
     cache.put(tokens(A, B))
-    cache.kv.offload(tokens(A, B, [0]), 8)
+    cache.kv.ahead.offload(tokens(A, B, [0]), 8)
     assert cache.where(tokens(A, B)) == (2, 0, 0)
     pace.fail()
     cache.at(1.0)
@@ -395,10 +413,10 @@ def test_a_prefetch_that_fails_is_computed_again():
     cache.put(tokens(A, B))
     cache.put(tokens(C, D))
     cache.put(tokens(E, F))
-    cache.kv.offload(tokens(E, F, [0]), 2)
+    cache.kv.ahead.offload(tokens(E, F, [0]), 2)
     pace.complete_all()
     cache.at(1.0)
-    cache.kv.prefetch(tokens(A, B, [0]))
+    cache.kv.ahead.prefetch(tokens(A, B, [0]))
     pace.fail()
     cache.at(2.0)
     assert cache.where(tokens(A, B)) == (0, 0, 0)
@@ -410,10 +428,10 @@ def test_who_needs_a_block_on_its_way_waits_for_it():
     cache = Cache(4, 8, inclusive=True, pace=pace)
     cache.put(tokens(A, B))
     cache.put(tokens(C, D, E, F))
-    cache.kv.offload(tokens(C, D, E, F, [0]), 8)
+    cache.kv.ahead.offload(tokens(C, D, E, F, [0]), 8)
     pace.complete_all()
     cache.at(1.0)
-    cache.kv.prefetch(tokens(A, B, [0]))
+    cache.kv.ahead.prefetch(tokens(A, B, [0]))
     assert cache.kv.tier_stats().num_device_in_transit_blocks == 2
     before = pace.num_waits
     sequence = cache.start(tokens(A, B, [9]))
@@ -463,7 +481,7 @@ def test_consecutive_removals_are_one_event_and_lost_events_leave_a_gap():
     for group in (A, B, C, D):
         sequence = small.allocate(group)
         small.release(sequence, group, SIZE)
-        small.events.flush()
+        small.flush_events()
     ids = [event.event_id for event in small.events.get_latest_events(0)]
     assert len(ids) == 2
     assert ids[0] > 0
@@ -501,3 +519,50 @@ def test_a_tier_adds_up(inclusive):
     assert stats.num_device_cached_blocks == 4
     assert stats.num_host_cached_blocks == 3
     assert stats.num_host_in_transit_blocks == stats.num_device_in_transit_blocks == 0
+
+
+def test_a_copy_ahead_of_need_takes_nothing_that_a_paused_stream_comes_back_for():
+    cache = Cache(4, 2, inclusive=True)
+    cache.put(tokens(A, B))  # paused
+    cache.put(tokens(C, D, E))
+    assert cache.where(tokens(A, B)) == (1, 1, 0)
+    cache.put(tokens(F, [20] * SIZE, [21] * SIZE))
+    cache.kv.ahead.drop_host(tokens(C, D, E, [0]))
+    before = [cache.where(x) for x in (tokens(A, B), tokens(C, D, E))]
+    cache.kv.ahead.offload(tokens(F, [20] * SIZE, [21] * SIZE, [0]), 8)
+    assert [cache.where(x) for x in (tokens(A, B), tokens(C, D, E))] == before
+    cache.at(100.0)
+    cache.kv.ahead.offload(tokens(F, [20] * SIZE, [21] * SIZE, [0]), 8)
+    assert cache.where(tokens(F, [20] * SIZE, [21] * SIZE))[2] > 0, "nobody comes back that late"
+
+
+def test_a_copy_ahead_of_need_leaves_out_what_is_only_somebody_elses():
+    cache = Cache(6, 6, inclusive=True)
+    cache.put([1, 1, 1, 1, 2, 2, 2, 9])
+    cache.kv.ahead.offload([1, 1, 1, 1, 2, 2, 2, 8, 0], 8)
+    assert cache.where([1, 1, 1, 1, 2, 2, 2, 9]) == (2, 0, 1)
+
+
+def test_a_resume_on_a_full_device_and_a_full_host_waits_once():
+    """Each block has to give its place to a victim, whose place is the next one's: the transfers
+    depend on each other, and are begun without waiting in between."""
+    pace = WhenTold()
+    cache = Cache(8, 8, pace=pace)
+    cache.put(list(range(100, 132)))
+    cache.put(list(range(200, 232)))
+    assert cache.where(list(range(100, 132))) == (0, 8, 0)
+    sequence = cache.kv.allocate([*range(100, 132)])
+    assert sequence.num_onboarded_blocks == 8
+    started = []
+    begin = cache.runner.transport.start
+
+    class Counting:
+        def start(self, direction, copies):
+            started.append(pace.num_waits)
+            return begin(direction, copies)
+
+    moves = cache.kv._tiers._moves
+    num_waits = pace.num_waits
+    moves.run(cache.runner.copy_blocks, Counting())
+    assert len(set(started)) == 1
+    assert started[0] == num_waits

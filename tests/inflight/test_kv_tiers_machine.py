@@ -252,7 +252,7 @@ class Tiers(RuleBasedStateMachine):
         for run in list(self.running):
             if failure is not None or run.blocks in damaged:
                 self.discard(run)
-        self.kv.forget_bad()
+        self.kv.forget_lost()
         return failure is None
 
     def copy_blocks(self, copies):
@@ -290,35 +290,35 @@ class Tiers(RuleBasedStateMachine):
     def offload(self, data):
         max_blocks = data.draw(st.integers(0, 5))
         token_ids, salt = self.some_tokens(data)
-        before = self.kv.locate(token_ids, salt)
+        before = self.kv.ahead.locate(token_ids, salt)
         num_started = self.kv.tier_stats().num_offloads_started
-        self.kv.offload(token_ids, max_blocks, salt)
+        self.kv.ahead.offload(token_ids, max_blocks, salt)
         assert self.kv.tier_stats().num_offloads_started - num_started <= max_blocks
-        after = self.kv.locate(token_ids, salt)
+        after = self.kv.ahead.locate(token_ids, salt)
         assert after.num_tokens <= before.num_tokens
         if self.finds_all_tails:
             assert after.num_device_blocks >= before.num_device_blocks, "the device blocks stay"
 
     def prefetch(self, data):
         token_ids, salt = self.some_tokens(data)
-        before = self.kv.locate(token_ids, salt)
+        before = self.kv.ahead.locate(token_ids, salt)
         stored = {history_of(block): block for block in stored_blocks(self.kv)}
-        self.kv.prefetch(token_ids, salt)
+        self.kv.ahead.prefetch(token_ids, salt)
         left = {history_of(block) for block in stored_blocks(self.kv)}
         for history in stored.keys() - left:
             block = stored[history]
             assert block.ended or block.priority < MIN_PRIORITY, "it costs nobody who comes back"
-        assert self.kv.locate(token_ids, salt).num_device_blocks >= before.num_device_blocks
+        assert self.kv.ahead.locate(token_ids, salt).num_device_blocks >= before.num_device_blocks
 
     def drop_host(self, data):
         self.told()
         token_ids, salt = self.some_tokens(data)
-        before = self.kv.locate(token_ids, salt)
-        self.kv.drop_host(token_ids, salt)
+        before = self.kv.ahead.locate(token_ids, salt)
+        self.kv.ahead.drop_host(token_ids, salt)
         self.told()
         for history in self.mirror.removed:
             assert history == tuple(token_ids[: len(history)]), "KV of somebody else"
-        after = self.kv.locate(token_ids, salt)
+        after = self.kv.ahead.locate(token_ids, salt)
         assert after.num_device_blocks >= before.num_device_blocks
 
     def end_of_a_copy(self, data):
@@ -329,7 +329,7 @@ class Tiers(RuleBasedStateMachine):
     # -- what must hold ------------------------------------------------------------------------
 
     def told(self):
-        self.kv.events.flush()
+        self.kv.flush_events()
         self.mirror.replay(self.kv.events.get_latest_events(0))
 
     @invariant()
@@ -340,7 +340,7 @@ class Tiers(RuleBasedStateMachine):
         self.told()
         self.mirror.check(self.kv)
         assert self.mirror.levels == [self.kv.num_total_blocks, self.kv._tiers.num_host_blocks]
-        flights = self.kv._tiers.flights
+        flights = self.kv._tiers.ahead.flights
         assert len(flights) <= self.max_in_flight
         assert self.runner.transport.num_under_way <= len(flights)
         self.check_figures(flights)
@@ -431,7 +431,7 @@ class Tiers(RuleBasedStateMachine):
         if self.finds_tails:
             for block in [b for b in stored_blocks(self.kv) if not b.children]:
                 for salt in (None, 1):
-                    self.kv.drop_host([*history_of(block), 3], salt)
+                    self.kv.ahead.drop_host([*history_of(block), 3], salt)
             assert not stored_blocks(self.kv)
             assert len(self.kv._tiers.free_host_slots) == self.kv._tiers.num_host_blocks
             self.books_are_right()

@@ -126,7 +126,7 @@ class Interleavings(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         kv = self.driver.batcher.kv
-        kv.events.flush()
+        kv.flush_events()
         self.mirror.replay(kv.events.get_latest_events(0))
         self.mirror.check(kv)
 
@@ -158,7 +158,7 @@ class Interleavings(RuleBasedStateMachine):
         assert all(self.driver.outputs[i].final is not None for i in self.requests)
         assert self.driver.batcher.kv.num_used_blocks == 0
         assert self.driver.runner.num_requests == 0
-        assert not self.driver.batcher._live_ids
+        assert not self.driver.batcher._queue._live_ids
 
 
 class TwoTiers(Interleavings):

@@ -215,7 +215,7 @@ class PausingDrive:
         if any(self._locate(stream).num_device_blocks for stream in self._leaving):
             self._traffic.send(self._num_free_blocks() * self.tokens_per_block)
             return
-        location = self._kv.locate([*self._traffic.token_ids, 0])
+        location = self._kv.ahead.locate([*self._traffic.token_ids, 0])
         if self._tiering is not None and location.num_copied_blocks < location.num_device_blocks:
             return  # a prefetch takes only room that costs no copy
         for stream in self._leaving:
@@ -244,7 +244,7 @@ class PausingDrive:
             self._tiering.offload([*self._traffic.token_ids, 0], 1 << 20)
 
     def _locate(self, stream: PausedStream) -> KvLocation:
-        return self._kv.locate(stream.all_token_ids)
+        return self._kv.ahead.locate(stream.all_token_ids)
 
     def _num_free_blocks(self) -> int:
         """Blocks that no stream in the engine has reserved."""

@@ -37,6 +37,7 @@ def check_engine_limits(config: ExecutorConfig) -> None:
         ("tokens_per_block", 1),
         ("max_seq_len", 2),
         ("iter_stats_max_iterations", 0),
+        ("max_copy_bytes_in_flight", 1),
     ):
         if getattr(config, name) < low:
             raise ConfigError(name, f"must be >= {low}, got {getattr(config, name)}")

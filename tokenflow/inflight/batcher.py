@@ -1,7 +1,7 @@
 """In-flight batching: the engine's iteration, without threads and without a clock.
 
-Owns the waiting queue, the active list and the order of an iteration (TensorRT-LLM's, for a step
-that runs synchronously):
+Owns the active list and the order of an iteration (TensorRT-LLM's, for a step that runs
+synchronously):
 
     begin_step   boundary: cancels, KV commands, new requests, capacity, choice of tokens
     forward      the copies that the step needs, then the runner computes; cancels and requests may
@@ -27,9 +27,8 @@ steps failed in a row is counted here; what follows from it is the executor's bu
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tokenflow.errors import InternalError
 from tokenflow.executor.api import (
@@ -39,31 +38,22 @@ from tokenflow.executor.api import (
     Request,
     Response,
 )
-from tokenflow.inflight.admission import (
-    AdmissionLimits,
-    admitted_max_tokens,
-    check_engine_limits,
-)
+from tokenflow.inflight.admission import AdmissionLimits, check_engine_limits
 from tokenflow.inflight.capacity import capacity_policy
-from tokenflow.inflight.iteration import Iteration
+from tokenflow.inflight.iteration import Iteration, StepResult
 from tokenflow.inflight.kv_cache import KvCacheManager
 from tokenflow.inflight.pools import allocate_pools, num_pool_blocks
-from tokenflow.inflight.responses import cancelled_response, error_response, result_response
+from tokenflow.inflight.request_queue import RequestQueue
+from tokenflow.inflight.responses import (
+    cancelled_response,
+    error_response,
+    refusal_response,
+    result_response,
+)
 from tokenflow.inflight.runner import Runner, SequenceChunk
 from tokenflow.inflight.sequence import SequenceState
 from tokenflow.inflight.tiering import KvCommand
 from tokenflow.inflight.token_budget import PlannedChunk, TokenBudget
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step produced. There are `stats` for each step with active requests, for the one after
-    the last of them, and for one that carried out KV commands; request counts are those during the
-    step, KV figures those at its end.
-    """
-
-    responses: list[Response]
-    stats: IterationStats | None
 
 
 class InflightBatcher:
@@ -87,14 +77,9 @@ class InflightBatcher:
         self.block_bytes = runner.kv_block_bytes(config.tokens_per_block)
         self.num_host_blocks = host.num_blocks if host else 0
         self.kv = KvCacheManager(config.kv_cache_config, config.tokens_per_block, host)
-        self._limits = AdmissionLimits(config, runner.vocab_size, num_blocks)
-        self._new: list[tuple[int, Request]] = []
-        self._cancels: dict[int, None] = {}
+        self._queue = RequestQueue(AdmissionLimits(config, runner.vocab_size, num_blocks))
         self._kv_commands: list[KvCommand] = []
-        self._waiting: list[SequenceState] = []
         self._active: list[SequenceState] = []
-        self._live_ids: set[int] = set()
-        self._num_arrivals = 0
         self._iteration: Iteration | None = None
         self._iter = 0
         self._num_completed = 0
@@ -111,24 +96,20 @@ class InflightBatcher:
     @property
     def num_queued(self) -> int:
         """Requests that wait to become active."""
-        return len(self._new) + len(self._waiting)
+        return len(self._queue)
 
     @property
     def has_work(self) -> bool:
         """False when a step would do nothing."""
-        return bool(
-            self._new or self._waiting or self._active or self._last_num_active or self._kv_commands
-        )
+        return bool(self._queue or self._active or self._last_num_active or self._kv_commands)
 
     def enqueue(self, request_id: int, request: Request) -> None:
         """Queue a request; ids must be unique over the batcher's life."""
-        self._new.append((request_id, request))
-        self._live_ids.add(request_id)
+        self._queue.enqueue(request_id, request)
 
     def cancel(self, request_id: int) -> None:
         """Ask for the end of a request; unknown and finished ids are ignored."""
-        if request_id in self._live_ids:
-            self._cancels[request_id] = None
+        self._queue.cancel(request_id)
 
     def command(self, command: KvCommand) -> None:
         """Carry out `command` at the next `begin_step`."""
@@ -136,23 +117,20 @@ class InflightBatcher:
 
     def drop_queued(self) -> None:
         """Forget everything that is not active, without responses (shutdown)."""
-        for request_id in [i for i, _ in self._new] + [s.request_id for s in self._waiting]:
-            self._forget(request_id)
-        self._new.clear()
-        self._waiting.clear()
+        self._queue.drop()
 
     def begin_step(self, now: float) -> list[Response]:
         """First boundary at instant `now`: returns the final responses of cancelled and refused
         requests and fixes what `forward` computes."""
         if self._iteration is not None:
             raise InternalError("begin_step called twice")
-        responses = self._admit_new()
+        responses = self._queue.admit()
         responses += self._take_cancels()
         self.kv.begin(now)
         commands, self._kv_commands = self._kv_commands, []
         for command in commands:
-            command(self.kv)
-        self._fetch()
+            command(self.kv.ahead)
+        self._queue.fetch(self._active, self._config.max_batch_size)
         iteration = Iteration(now)
         iteration.has_commands = bool(commands)
         iteration.num_paused = self._capacity.schedule(
@@ -162,8 +140,9 @@ class InflightBatcher:
         iteration.chunks, self._context_waited = self._budget.choose(
             [s for s in self._active if s.is_started], context_waited=self._context_waited
         )
-        iteration.num_active, iteration.num_queued = len(self._active), len(self._waiting)
+        iteration.num_active, iteration.num_queued = len(self._active), len(self._queue.waiting)
         self._iteration = iteration
+        self.kv.flush_events()  # whoever hears of a pause is to find its KV
         return responses
 
     def forward(self) -> None:
@@ -185,9 +164,9 @@ class InflightBatcher:
         """Whose KV did not arrive from the host is started anew in the next step."""
         damaged = self.kv.take_damaged()
         for sequence in [s for s in self._active if s.blocks in damaged]:
-            sequence.stop(self.kv, keep=False)
+            sequence.restart(self.kv)
             iteration.drop(sequence)
-        self.kv.forget_bad()
+        self.kv.forget_lost()
 
     def finish_step(self, now: float) -> StepResult:
         """Second boundary at instant `now`: takes the sampled tokens and returns the responses."""
@@ -198,7 +177,7 @@ class InflightBatcher:
             self.last_failure = iteration.failure
             responses = self._fail_active(iteration.failure)
             self.kv.take_damaged()
-            self.kv.forget_bad()
+            self.kv.forget_lost()
         else:
             if iteration.chunks:
                 self.num_failed_steps = 0
@@ -244,7 +223,7 @@ class InflightBatcher:
         assert self._iteration is None
         assert sum(s.is_started for s in self._active) <= self._config.max_batch_size
         assert self._active == sorted(self._active, key=lambda s: s.sort_key)
-        assert not any(s.is_started for s in self._waiting)
+        assert not any(s.is_started for s in self._queue.waiting)
         if not any(s.is_started for s in self._active):
             assert self.kv.num_used_blocks == 0, "blocks referenced by nobody"
 
@@ -253,42 +232,13 @@ class InflightBatcher:
             raise InternalError("no step was begun")
         return self._iteration
 
-    def _admit_new(self) -> list[Response]:
-        responses: list[Response] = []
-        for request_id, request in self._new:
-            try:
-                max_tokens = admitted_max_tokens(request, self._limits)
-            except Exception as error:  # a malformed request must not end the others
-                responses.append(_refusal(request_id, request, error))
-                self._forget(request_id)
-                continue
-            self._num_arrivals += 1
-            sequence = SequenceState(
-                request_id=request_id,
-                request=request,
-                order=self._num_arrivals,
-                max_tokens=max_tokens,
-                token_ids=list(request.input_token_ids),
-            )
-            bisect.insort(self._waiting, sequence, key=lambda s: s.sort_key)
-        self._new.clear()
-        return responses
-
     def _take_cancels(self) -> list[Response]:
         """End the cancelled requests; those not admitted yet wait for the next `begin_step`."""
         responses: list[Response] = []
-        for sequence in [s for s in self._active + self._waiting if s.request_id in self._cancels]:
+        for sequence in self._queue.cancelled(self._active):
             responses.append(cancelled_response(sequence))
             self._remove(sequence, keep_kv=True)
         return responses
-
-    def _fetch(self) -> None:
-        waiting, active = self._waiting, self._active
-        while waiting and (
-            len(active) < self._config.max_batch_size
-            or waiting[0].request.priority > active[-1].request.priority
-        ):
-            bisect.insort(active, waiting.pop(0), key=lambda s: s.sort_key)
 
     def _introduce_to_runner(self) -> list[Response]:
         responses: list[Response] = []
@@ -296,7 +246,7 @@ class InflightBatcher:
             try:
                 self._runner.add_request(sequence.request_id, sequence.request)
             except Exception as error:
-                responses.append(_refusal(sequence.request_id, sequence.request, error))
+                responses.append(refusal_response(sequence.request_id, sequence.request, error))
                 self._remove(sequence, keep_kv=False)
             else:
                 sequence.is_known_to_runner = True
@@ -351,15 +301,6 @@ class InflightBatcher:
         if sequence.is_known_to_runner:
             sequence.is_known_to_runner = False
             self._runner.remove_request(sequence.request_id)
-        (self._active if sequence in self._active else self._waiting).remove(sequence)
-        self._forget(sequence.request_id)
+        (self._active if sequence in self._active else self._queue.waiting).remove(sequence)
+        self._queue.forget(sequence.request_id)
         self._num_completed += 1
-
-    def _forget(self, request_id: int) -> None:
-        self._live_ids.remove(request_id)
-        self._cancels.pop(request_id, None)
-
-
-def _refusal(request_id: int, request: Request, error: Exception) -> Response:
-    message = f"Encountered an error when fetching new request: {error}"
-    return error_response(request_id, request, message)

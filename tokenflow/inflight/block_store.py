@@ -64,6 +64,15 @@ class BlockStore:
             only_unused_partial=not self._config.copy_on_partial_reuse,
         )
 
+    def covers_partial(self, match: Match, token_ids: Sequence[int]) -> bool:
+        """True if the partly matching block of `match` holds only tokens of `token_ids`: else it is
+        also, or only, somebody else's."""
+        if match.partial is None:
+            return True
+        start = len(match.blocks) * self._tokens_per_block
+        ours = tuple(token_ids[start : start + len(match.partial.token_ids)])
+        return ours == match.partial.token_ids
+
     def store_full_blocks(
         self, sequence: SequenceBlocks, token_ids: Sequence[int], num_computed: int
     ) -> None:

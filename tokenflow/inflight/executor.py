@@ -164,6 +164,12 @@ class InflightExecutor:
         if self._is_shutdown:
             raise RuntimeError("Shutdown called, the executor takes no further calls")
 
+    def _end_error(self) -> Exception:
+        """Why the engine's thread has ended, for who still asks."""
+        if self._failure is not None:
+            return EngineLostError(self._failure)
+        return RuntimeError("The executor was shut down before it answered")
+
     def _has_news(self) -> bool:
         return bool(self._responses) or self._is_shutdown or self._failure is not None
 
@@ -174,6 +180,8 @@ class InflightExecutor:
             logger.exception("the engine failed")
             self._fail(repr(error))
         finally:
+            if self._tiering is not None:
+                self._tiering.close(self._end_error)
             if self._transport is not None:
                 self._transport.close()
             del self._batcher, self._transport  # only this thread uses them
@@ -216,7 +224,8 @@ class InflightExecutor:
         return bool(self._inbox) or self._is_shutdown or self._batcher.has_work
 
     def _post_command(self, command: KvCommand) -> None:
-        """Commands are hints: after the end of the engine they are left out."""
+        """Raises RuntimeError after shutdown. After a failure commands are left out: they are
+        hints, or questions, which `EngineTiering.close` ends."""
         with self._lock:
             self._check_running()
             if self._failure is None:

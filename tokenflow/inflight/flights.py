@@ -118,6 +118,7 @@ class TierCounters:
     wait_s: float = 0.0
     num_host_evicted_blocks: int = 0
     num_host_full: int = 0
+    last_copy_error: str = ""
 
     def started(self, direction: CopyDirection, num_blocks: int) -> None:
         """Copies beside the steps were begun."""
@@ -126,8 +127,10 @@ class TierCounters:
         else:
             self.num_onboards_started += num_blocks
 
-    def ended(self, direction: CopyDirection, completed: bool) -> None:
-        """One of them is done."""
+    def ended(self, direction: CopyDirection, error: str | None) -> None:
+        """One of them is done, or failed with `error`."""
+        completed = error is None
+        self.last_copy_error = error or self.last_copy_error
         if direction is CopyDirection.OFFLOAD:
             self.num_offloads_completed += completed
             self.num_offloads_failed += not completed
@@ -150,3 +153,4 @@ class TierCounters:
         self.num_onboards_completed += result.num_onboards
         self.num_onboards_failed += result.num_failed_onboards
         self.add(CopyTimes(result.offload_s, result.onboard_s, result.wait_s))
+        self.last_copy_error = result.error or self.last_copy_error

@@ -10,11 +10,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tokenflow.errors import InternalError
-from tokenflow.executor.api import InflightBatchingStats, IterationStats, KvCacheStats
+from tokenflow.executor.api import InflightBatchingStats, IterationStats, KvCacheStats, Response
 from tokenflow.executor.kv_api import KvTierStats
 from tokenflow.inflight.runner import StepOutput
 from tokenflow.inflight.sequence import SequenceState
 from tokenflow.inflight.token_budget import PlannedChunk
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step produced. There are `stats` for each step with active requests, for the one after
+    the last of them, and for one that carried out KV commands; request counts are those during the
+    step, KV figures those at its end.
+    """
+
+    responses: list[Response]
+    stats: IterationStats | None
 
 
 @dataclass(slots=True)

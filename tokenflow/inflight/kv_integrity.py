@@ -52,7 +52,7 @@ def check_blocks(
 def _check_slots(blocks: Sequence[Block], tiers: BlockTiers) -> None:
     device = [block.slot for block in blocks if block.slot is not None]
     host = [block.host_slot for block in blocks if block.host_slot is not None]
-    for flight in tiers.flights:
+    for flight in tiers.ahead.flights:
         gone = flight.block.parent is None
         if flight.direction is CopyDirection.ONBOARD or gone:
             device.append(flight.device_slot)

@@ -2,7 +2,7 @@
 
 Owns their order. Allocation records copies while it hands blocks out; a block that was read or
 written by one may be given away and be the source or target of a later one. Each copy gets the
-first place behind those it depends on; everything in one place is independent and goes as one batch
+first level behind those it depends on; everything of one level is independent and goes as one batch
 per kind. Whatever order is taken, each copy reads what its source held when it was recorded.
 
 A copy that fails, or whose source is the target of one that failed, leaves its target without
@@ -90,22 +90,11 @@ class StepMoves:
         fail. transport: may be None where nothing was recorded between tiers."""
         levels = [self._levels[level] for level in sorted(self._levels)]
         self._levels, self._last_write, self._last_read = defaultdict(list), {}, {}
-        result = MoveResult()
+        batches = _Batches(copy_blocks, transport)
         for moves in levels:
-            todo = [move for move in moves if not _poisoned(move, result)]
-            transfers = []
-            for direction in CopyDirection:
-                kind = _Kind(direction)
-                batch = [move for move in todo if move.kind is kind]
-                if batch:
-                    assert transport is not None
-                    transfers.append((batch, _start(transport, direction, batch)))
-            copies = [move for move in todo if move.kind is _Kind.COPY]
-            if copies:
-                _run_copies(copies, copy_blocks, result)
-            for batch, transfer in transfers:
-                _finish(batch, transfer, result)
-        return result
+            batches.start(moves)
+        batches.wait()
+        return batches.result
 
     def _record(self, move: _Move) -> None:
         before = max(
@@ -121,14 +110,61 @@ class StepMoves:
         self._last_read[move.source] = max(level, self._last_read.get(move.source, -1))
 
 
+class _Batches:
+    """Makes one level of moves after the other.
+
+    A transfer sees what earlier ones left in the blocks that they share, so nothing is waited for
+    between levels, but where the device copies (which knows nothing of transfers) or a block is
+    the target of two. What came of each move is settled in the order of the levels, at the waits.
+    """
+
+    def __init__(
+        self,
+        copy_blocks: Callable[[Sequence[BlockCopy]], None],
+        transport: KvTransport | None,
+    ) -> None:
+        self._copy_blocks = copy_blocks
+        self._transport = transport
+        self._under_way: list[tuple[list[_Move], Transfer | str]] = []
+        self._targets: set[_Place] = set()
+        self.result = MoveResult()
+
+    def start(self, moves: Sequence[_Move]) -> None:
+        """Begin a level; its moves are independent of each other."""
+        copies = [move for move in moves if move.kind is _Kind.COPY]
+        if copies or not self._targets.isdisjoint(move.target for move in moves):
+            self.wait()
+        for direction in CopyDirection:
+            kind = _Kind(direction)
+            batch = [m for m in moves if m.kind is kind and not _poisoned(m, self.result)]
+            if batch:
+                assert self._transport is not None
+                self._under_way.append((batch, _start(self._transport, direction, batch)))
+                self._targets.update(move.target for move in batch)
+        copies = [move for move in copies if not _poisoned(move, self.result)]
+        if copies:
+            _run_copies(copies, self._copy_blocks, self.result)
+
+    def wait(self) -> None:
+        """Wait for everything begun so far."""
+        for batch, transfer in self._under_way:
+            _finish(batch, transfer, self.result)
+        self._under_way.clear()
+        self._targets.clear()
+
+
 def _poisoned(move: _Move, result: MoveResult) -> bool:
     """True if what `move` would read is not there; its target then holds nothing either."""
-    tier, slot = move.source
-    if slot not in (result.bad_device if tier == _DEVICE else result.bad_host):
+    if not _source_is_bad(move, result):
         return False
     _mark(move, result)
     _count(result, [move], failed=True)
     return True
+
+
+def _source_is_bad(move: _Move, result: MoveResult) -> bool:
+    tier, slot = move.source
+    return slot in (result.bad_device if tier == _DEVICE else result.bad_host)
 
 
 def _start(
@@ -158,13 +194,15 @@ def _finish(batch: Sequence[_Move], transfer: Transfer | str, result: MoveResult
             result.offload_s += transfer.seconds
         else:
             result.onboard_s += transfer.seconds
-    for move in batch:
-        if error is None:
-            _unmark(move, result)
-        else:
-            _mark(move, result)
+    made = [move for move in batch if error is None and not _source_is_bad(move, result)]
+    failed = [move for move in batch if move not in made]
+    for move in failed:
+        _mark(move, result)
+    for move in made:
+        _unmark(move, result)
     result.error = result.error or error
-    _count(result, batch, failed=error is not None)
+    _count(result, made, failed=False)
+    _count(result, failed, failed=True)
 
 
 def _run_copies(

@@ -45,6 +45,12 @@ def error_response(request_id: int, request: Request, message: str) -> Response:
     return Response(request_id=request_id, client_id=request.client_id, error=message)
 
 
+def refusal_response(request_id: int, request: Request, error: Exception) -> Response:
+    """The error of a request that the engine does not take."""
+    message = f"Encountered an error when fetching new request: {error}"
+    return error_response(request_id, request, message)
+
+
 def _response(
     sequence: SequenceState, token_ids: list[int], log_probs: list[float], reason: FinishReason
 ) -> Response:

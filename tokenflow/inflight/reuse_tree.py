@@ -51,11 +51,12 @@ class Block(TreeNode):
     ref_count: sequences that use it now.
     parent, token_ids: place and key in the tree; None and () while it is not stored there.
     block_hash: name in events, set when it is stored.
-    last_use: tick of the last release; smaller is evicted earlier.
+    last_use, last_use_time: tick and instant of the last release; smaller is evicted earlier.
     priority: retention priority, 0..100. duration_s: for so long after a release, then the default;
         None = for good.
     ended: the request that released it last was complete.
-    is_wanted: it was brought to the device ahead of need, and nobody has used it since.
+    is_wanted: it was asked for on the device ahead of need, at wanted_time, and nobody has used it
+        since.
     """
 
     __slots__ = (
@@ -66,11 +67,13 @@ class Block(TreeNode):
         "in_transit",
         "is_wanted",
         "last_use",
+        "last_use_time",
         "parent",
         "priority",
         "ref_count",
         "slot",
         "token_ids",
+        "wanted_time",
     )
 
     def __init__(self, slot: int | None, priority: int = DEFAULT_PRIORITY) -> None:
@@ -83,10 +86,12 @@ class Block(TreeNode):
         self.token_ids: TokenKey = ()
         self.block_hash = 0
         self.last_use = 0
+        self.last_use_time = 0.0
         self.priority = priority
         self.duration_s: float | None = None
         self.ended = False
         self.is_wanted = False
+        self.wanted_time = 0.0
 
     @property
     def device_slot(self) -> int:

@@ -98,6 +98,13 @@ class SequenceState:
         self.blocks = None
         self.num_computed = 0
 
+    def restart(self, kv: KvCacheManager) -> None:
+        """Give the blocks back because their content did not arrive; it is started anew."""
+        assert self.blocks is not None
+        kv.discard(self.blocks, ended=False)
+        self.blocks = None
+        self.num_computed = 0
+
     def append(self, token_id: int, log_prob: float, iteration: int) -> None:
         """Take a sampled token and decide whether the sequence ends.
 

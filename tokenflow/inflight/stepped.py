@@ -20,11 +20,16 @@ from tokenflow.inflight.tiering import EngineTiering
 
 
 class SteppedExecutor:
-    """Implements `executor.api.Executor`; `begin` and `end` are one step."""
+    """Implements `executor.api.Executor`; `begin` and `end` are one step.
+
+    num_host_blocks, block_bytes: see kv_api.KvPools.
+    """
 
     def __init__(self, runner: Runner, config: ExecutorConfig) -> None:
         """Raises ConfigError for a configuration that the batcher cannot serve."""
         self.batcher = InflightBatcher(runner, config)
+        self.num_host_blocks = self.batcher.num_host_blocks
+        self.block_bytes = self.batcher.block_bytes
         self._responses: list[Response] = []
         self._stats: list[IterationStats] = []
         self._next_id = 1

@@ -28,11 +28,15 @@ from dataclasses import dataclass
 from tokenflow.errors import InternalError
 from tokenflow.executor.kv_api import KvTierStats
 from tokenflow.inflight.block_store import BlockStore
-from tokenflow.inflight.flights import Flight, Flights, TierCounters
+from tokenflow.inflight.copies_ahead import CopiesAhead
+from tokenflow.inflight.flights import Flight, TierCounters
 from tokenflow.inflight.moves import StepMoves
 from tokenflow.inflight.reuse_tree import DEFAULT_PRIORITY, Block, TreeNode
-from tokenflow.inflight.runner import BlockCopy, CopyDirection, KvTransport
+from tokenflow.inflight.runner import BlockCopy, KvTransport
 from tokenflow.inflight.victims import Victims
+
+_STALE_S = 60.0
+"""Whoever was cut short so long ago comes back hardly ever: most likely its client left."""
 
 DEFAULT_MIN_PRIORITY = 30
 """TensorRT-LLM's threshold where none is set."""
@@ -79,7 +83,9 @@ class BlockTiers:
         self._free_host = deque(range(self.num_host_blocks))
         self.victims = Victims(num_device_blocks, self.num_host_blocks, inclusive=self._inclusive)
         self._moves = StepMoves()
-        self._flights = Flights(host.transport if host else None)
+        self._read_from_host: dict[int, Block] = {}
+        self.ahead = CopiesAhead(self, host)
+        self.now = 0.0
         self.counters = TierCounters()
 
     def offer(self, node: TreeNode | None) -> None:
@@ -94,9 +100,9 @@ class BlockTiers:
             victim = self.victims.device.first()
             if victim is not None:
                 return self._vacate(victim)
-            if not self._flights:
+            if not self.ahead:
                 raise InternalError("no block can be evicted although some are unreferenced")
-            self.land(self._flights.wait_for_first())
+            self.ahead.land_first()
         return self._free_device.pop()
 
     def free_device(self, block: Block) -> None:
@@ -138,16 +144,17 @@ class BlockTiers:
         else:
             assert source.host_slot is not None
             self._moves.onboard(source.host_slot, target.device_slot)
+            self._read_from_host[target.device_slot] = source
 
     def _vacate(self, victim: Block) -> int:
         """The device slot of `victim`, whose content goes to the host or is lost."""
         slot = victim.device_slot
         if victim.host_slot is None and (self._is_worth_a_copy(victim) or self._fits(victim)):
-            victim.host_slot = self._take_host(for_copy=False)
+            victim.host_slot = self._take_host()
             if victim.host_slot is not None:
                 self._moves.offload(slot, victim.host_slot)
         if victim.host_slot is None:
-            self._forget_subtree(victim, keep_slot=True)
+            self.forget(victim, keep_slot=True)
             return slot
         self._leave_device(victim)
         return slot
@@ -172,7 +179,7 @@ class BlockTiers:
         self.victims.offer(block)
         self.victims.offer(block.parent)
 
-    def _take_device_unseen(self) -> int | None:
+    def take_device_unseen(self) -> int | None:
         """A device slot that no step has to copy for: free, or of a block that has a host copy or
         is not worth one, and was not brought back ahead of need itself."""
         if self._free_device:
@@ -186,31 +193,47 @@ class BlockTiers:
         elif self._is_worth_a_copy(victim):
             return None
         else:
-            self._forget_subtree(victim, keep_slot=True)
+            self.forget(victim, keep_slot=True)
         return slot
 
     # -- host slots ----------------------------------------------------------------------------
 
-    def _take_host(self, *, for_copy: bool) -> int | None:
-        """A host slot, or None. for_copy: for a copy ahead of need, which takes none from another
-        copy: two streams would take turns in losing theirs."""
+    def take_host_for_copy(self) -> int | None:
+        """A host slot for a copy ahead of need, or None. It takes none from another copy: two
+        streams would take turns in losing theirs; and none of what somebody may come back for."""
         if self._free_host:
             return self._free_host.popleft()
         victim = self.victims.host.first()
-        if not for_copy and (victim is None or not victim.is_left_over):
+        if victim is None or not self._is_stale(victim):
+            self.counters.num_host_full += 1
+            return None
+        return self._evict_from_host(victim)
+
+    def _take_host(self) -> int | None:
+        """A host slot for what would be lost without one, or None."""
+        if self._free_host:
+            return self._free_host.popleft()
+        victim = self.victims.host.first()
+        if victim is None or not victim.is_left_over:
             victim = self.victims.copies.first() or victim
         if victim is None:
             self.counters.num_host_full += 1
             return None
+        return self._evict_from_host(victim)
+
+    def _is_stale(self, block: Block) -> bool:
+        return block.is_left_over or block.last_use_time < self.now - _STALE_S
+
+    def _evict_from_host(self, victim: Block) -> int:
         self.counters.num_host_evicted_blocks += 1
         slot = victim.host_slot
         assert slot is not None
         victim.host_slot = None
         if victim.slot is None:
-            self.victims.offer(self._store.remove(victim))
+            self.offer(self._store.remove(victim))
         else:
             self._store.copied(victim)
-            self.victims.offer(victim)
+            self.offer(victim)
         return slot
 
     def release_host(self, block: Block) -> None:
@@ -219,88 +242,10 @@ class BlockTiers:
             self._free_host.append(block.host_slot)
             block.host_slot = None
 
-    # -- ahead of need -------------------------------------------------------------------------
-
-    def offload_ahead(self, path: Sequence[Block], max_blocks: int) -> None:
-        """Start to copy up to `max_blocks` of the full blocks of `path` that have no copy."""
-        flights: list[Flight] = []
-        for block in path:
-            if len(flights) >= max_blocks or not self._may_fly(len(flights)):
-                break
-            if block.slot is None or block.host_slot is not None or block.in_transit:
-                continue
-            host_slot = self._take_host(for_copy=True)
-            if host_slot is None:
-                break
-            flights.append(Flight(block, CopyDirection.OFFLOAD, block.slot, host_slot))
-        self._start(CopyDirection.OFFLOAD, flights)
-
-    def onboard_ahead(self, path: Sequence[Block]) -> None:
-        """Start to bring the blocks of `path` that are on the host only to the device, from the
-        first on, as far as there is room. The others of `path` must be referenced. All that are on
-        the device then, or on their way, are wanted."""
-        flights: list[Flight] = []
-        for block in path:
-            if block.slot is not None or block.in_transit:
-                block.is_wanted = True
-                continue
-            if not self._may_fly(len(flights)):
-                break
-            slot = self._take_device_unseen()
-            if slot is None:
-                break
-            assert block.host_slot is not None
-            block.is_wanted = True
-            flights.append(Flight(block, CopyDirection.ONBOARD, slot, block.host_slot))
-        self._start(CopyDirection.ONBOARD, flights)
-
-    def give_up(self, path: Sequence[Block]) -> None:
-        """Forget those blocks of `path` that are on the host only, from the last one up."""
-        for block in reversed(path):
-            if block.slot is not None or not block.is_unused_leaf:
-                return
-            self._forget_subtree(block)
-
-    def _may_fly(self, num_more: int) -> bool:
-        host = self._host
-        return host is not None and len(self._flights) + num_more < host.max_blocks_in_flight
-
-    def _start(self, direction: CopyDirection, flights: list[Flight]) -> None:
-        if not flights:
-            return
-        for flight in flights:
-            flight.block.in_transit = True
-            if direction is CopyDirection.ONBOARD:
-                assert flight.block.parent is not None
-                flight.block.parent.num_device_children += 1
-        self.counters.started(direction, len(flights))
-        self.land(self._flights.start(direction, flights))
-        if self._host is not None and not self._host.overlap:
-            self.land_all()
-
     # -- copies --------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Take the copies beside the steps that are complete by now."""
-        self.land(self._flights.take_done())
-
-    def land_all(self) -> None:
-        """Wait for all of them."""
-        while self._flights:
-            self.land(self._flights.wait_for_first())
-
-    def land(self, flights: Sequence[Flight]) -> None:
-        """Take over the results of copies that are done."""
-        self.counters.add(self._flights.take_times())
-        for flight in flights:
-            self.counters.ended(flight.direction, flight.error is None)
-            flight.block.in_transit = False
-            if flight.direction is CopyDirection.OFFLOAD:
-                self._land_offload(flight)
-            else:
-                self._land_onboard(flight)
-
-    def _land_offload(self, flight: Flight) -> None:
+    def offloaded(self, flight: Flight) -> None:
+        """A copy to the host that ran beside the steps is over."""
         block = flight.block
         if flight.error is None and block.parent is not None:
             block.host_slot = flight.host_slot
@@ -311,9 +256,10 @@ class BlockTiers:
             self._free_device.append(flight.device_slot)
         self.victims.offer(block)
 
-    def _land_onboard(self, flight: Flight) -> None:
+    def onboarded(self, flight: Flight) -> None:
+        """A copy to the device that ran beside the steps is over."""
         block = flight.block
-        if block.parent is None:
+        if block.parent is None:  # it was forgotten meanwhile
             self._free_device.append(flight.device_slot)
             self._free_host.append(flight.host_slot)
             return
@@ -324,46 +270,54 @@ class BlockTiers:
             return
         block.parent.num_device_children -= 1
         self._free_device.append(flight.device_slot)
-        self._forget_subtree(block)  # what cannot be read is as good as lost
-
-    @property
-    def has_flights(self) -> bool:
-        """True while copies run beside the steps."""
-        return bool(self._flights)
+        self.forget(block)  # what cannot be read is as good as lost
 
     def run_moves(
         self, copy_blocks: Callable[[Sequence[BlockCopy]], None]
-    ) -> tuple[set[int], set[int], Exception | None]:
-        """Make the copies that the step needs. Returns the device and host slots that hold nothing
-        because their copy failed, and what `copy_blocks` raised."""
+    ) -> tuple[set[int], list[Block], Exception | None]:
+        """Make the copies that the step needs. Returns the device slots that hold nothing because
+        their copy failed, the blocks whose only content could not be saved or read, and what
+        `copy_blocks` raised."""
+        read, self._read_from_host = self._read_from_host, {}
         if not self._moves:
-            return set(), set(), None
+            return set(), [], None
         transport = self._host.transport if self._host else None
         result = self._moves.run(copy_blocks, transport)
         self.counters.add_moves(result)
-        return result.bad_device, result.bad_host, result.failure
+        lost = [block for slot, block in read.items() if slot in result.bad_device]
+        if result.bad_device or result.bad_host:
+            lost += [
+                block
+                for block in self._store
+                if block.slot in result.bad_device
+                or (block.slot is None and block.host_slot in result.bad_host)
+            ]
+        return result.bad_device, lost, result.failure
 
     # -- leaving the tree ----------------------------------------------------------------------
 
-    def _forget_subtree(self, block: Block, *, keep_slot: bool = False) -> None:
+    def give_up(self, path: Sequence[Block]) -> None:
+        """Forget those blocks of `path` that are on the host only, from the last one up."""
+        for block in reversed(path):
+            if block.slot is not None or not block.is_unused_leaf:
+                return
+            self.forget(block)
+
+    def forget(self, block: Block, *, keep_slot: bool = False) -> None:
         """Take an unreferenced block and everything below it out of the tree; their slots are free.
 
         keep_slot: the device slot of `block` itself goes to somebody else.
         """
         for child in list(block.children.values()):
-            self._forget_subtree(child)
+            self.forget(child)
         assert not block.ref_count
         parent = self._store.remove(block)
-        if not block.in_transit:  # else its slots come back when the copy is done
+        if not block.in_transit:  # else its slots come back when the copy is over
             if block.slot is not None and not keep_slot:
                 self._free_device.append(block.slot)
             self.release_host(block)
             block.slot = None
-        self.victims.offer(parent)
-
-    def forget(self, block: Block) -> None:
-        """The content of a stored, unreferenced block is lost: forget it and what hangs below."""
-        self._forget_subtree(block)
+        self.offer(parent)
 
     # -- figures -------------------------------------------------------------------------------
 
@@ -377,14 +331,9 @@ class BlockTiers:
         """The host slots that nobody has."""
         return tuple(self._free_host)
 
-    @property
-    def flights(self) -> tuple[Flight, ...]:
-        """The copies beside the steps that were not taken over yet."""
-        return tuple(self._flights)
-
     def stats(self, num_used_blocks: int) -> KvTierStats:
         """Both tiers now; num_used_blocks: referenced device blocks."""
-        device_slots, host_slots = self._flights.num_slots_in_transit()
+        device_slots, host_slots = self.ahead.num_slots_in_transit()
         return KvTierStats(
             block_bytes=self._host.block_bytes if self._host else 0,
             num_device_blocks=self.num_device_blocks,

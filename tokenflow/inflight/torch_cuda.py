@@ -18,8 +18,8 @@ import torch
 from tokenflow.errors import CapacityError
 from tokenflow.inflight.runner import CopyDirection
 from tokenflow.inflight.torch_memory import ByteRows
+from tokenflow.inflight.torch_runs import CopyRun
 from tokenflow.inflight.torch_streams import Mark, StreamTransport
-from tokenflow.inflight.torch_transport import CopyRun
 
 _cuda: Any = torch.cuda
 """Its streams, events and runtime are untyped."""

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from tokenflow.errors import InternalError
 from tokenflow.inflight.runner import CopyDirection, TierCopy
-from tokenflow.inflight.torch_transport import CopyRun, plan_runs
+from tokenflow.inflight.torch_runs import CopyRun, plan_runs
 
 
 class Mark(Protocol):

@@ -1,31 +1,31 @@
-"""Copies between device KV and host KV: what to copy, and the thread that does it on CPUs.
+"""Copies between device KV and host KV by a thread, where the CPU computes.
 
-Owns the plan of a transfer and the copying thread of a CPU engine. `torch_streams.py` is the
-counterpart for CUDA. Both pools are block-major, so that a block is one run of bytes in either and
-a transfer is a few plain memory copies.
+Owns the copying thread of a CPU engine and the order of copies; runs are torch_runs.py's, and
+`torch_streams.py` is the counterpart for CUDA.
 
-Invariants: runs are made one at a time in the order in which their transfers were started, so that
-transfers that share a block need no further care; a transfer is done only when nothing writes its
-targets any more, be it complete or failed; a failed one does not touch those behind it.
+Invariants: runs are made one at a time; those of a transfer only when every earlier transfer that
+shares a block with it is done, and else in no particular order: the thread takes the two directions
+in turn, as the streams of a device would; a transfer is done only when nothing writes its targets
+any more, be it complete or failed; a failed one does not touch those behind it.
 
 The thread must not fight the model's for the cores. It copies with numpy, which lets go of the GIL
 like torch, copies a run with the C library's memcpy, and brings no team of threads of its own
 (torch's number of threads can only be set for the whole process). And it runs at low priority: at
 the same one as the model's threads, copies that last as long as a step make it twice as long, since
 the model's threads wait for each other; at `_NICENESS` a tenth longer. What waits for a transfer
-therefore makes the copies itself, at its own priority and without a switch of threads.
+therefore makes its copies itself, at its own priority and without a switch of threads, and no
+others: a step that needs one block must not make a long write-through first. The thread stands
+aside meanwhile.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
 from typing import Protocol
 
 import numpy as np
@@ -33,66 +33,13 @@ import numpy as np
 from tokenflow.errors import InternalError
 from tokenflow.inflight.runner import CopyDirection, TierCopy
 from tokenflow.inflight.torch_memory import ByteRows
+from tokenflow.inflight.torch_runs import CopyRun, plan_runs, split_runs
 
 _NICENESS = 10
 """Of the thread: a tenth of a core where others want all of it, a whole one where it is idle."""
 
 _MAX_RUN_BYTES = 4 << 20
 """A waiting thread cannot take over a run that was begun; this much takes half a millisecond."""
-
-
-@dataclass(frozen=True, slots=True)
-class CopyRun:
-    """Blocks that follow each other in both pools: one plain copy."""
-
-    device_block: int
-    host_block: int
-    num_blocks: int
-
-
-def plan_runs(
-    copies: Sequence[TierCopy], num_device_blocks: int, num_host_blocks: int
-) -> list[CopyRun]:
-    """The fewest runs that make all copies, by ascending host block.
-
-    The blocks of one transfer are all different, so the order of its copies is free. Raises
-    ValueError for a block that its pool does not have or that is named twice.
-    """
-    _check_blocks("device", [copy.device_block for copy in copies], num_device_blocks)
-    _check_blocks("host", [copy.host_block for copy in copies], num_host_blocks)
-    ordered = sorted(copies, key=lambda copy: copy.host_block)
-    runs = []
-    # Along a run both block ids grow like the position, so their distances to it stay the same.
-    for _, members in itertools.groupby(
-        enumerate(ordered),
-        lambda item: (item[1].host_block - item[0], item[1].device_block - item[0]),
-    ):
-        run = [copy for _, copy in members]
-        runs.append(CopyRun(run[0].device_block, run[0].host_block, len(run)))
-    return runs
-
-
-def split_runs(runs: Sequence[CopyRun], max_blocks: int) -> list[CopyRun]:
-    """The same copies in runs of at most `max_blocks`."""
-    return [
-        CopyRun(
-            run.device_block + first,
-            run.host_block + first,
-            min(max_blocks, run.num_blocks - first),
-        )
-        for run in runs
-        for first in range(0, run.num_blocks, max_blocks)
-    ]
-
-
-def _check_blocks(pool: str, block_ids: list[int], num_blocks: int) -> None:
-    if not block_ids:
-        return
-    if min(block_ids) < 0 or max(block_ids) >= num_blocks:
-        wrong = next(block for block in block_ids if not 0 <= block < num_blocks)
-        raise ValueError(f"{pool} block {wrong} is not in [0, {num_blocks})")
-    if len(set(block_ids)) < len(block_ids):
-        raise ValueError(f"a {pool} block is named twice in one transfer")
 
 
 class TierMemory(Protocol):
@@ -153,15 +100,24 @@ class ArrayMemory:
 class ThreadTransfer:
     """A transfer of a `ThreadTransport`. Implements `runner.Transfer`.
 
+    behind: earlier transfers that share a block with it.
     error, seconds: written before it is done and final from then on. `seconds` is the time inside
     copies, whichever thread makes them. waited_s: see Transfer.
     """
 
     def __init__(
-        self, direction: CopyDirection, runs: Sequence[CopyRun], transport: ThreadTransport
+        self,
+        direction: CopyDirection,
+        copies: Sequence[TierCopy],
+        runs: Sequence[CopyRun],
+        behind: Sequence[ThreadTransfer],
+        transport: ThreadTransport,
     ) -> None:
         self._direction = direction
+        self._device_blocks = {copy.device_block for copy in copies}
+        self._host_blocks = {copy.host_block for copy in copies}
         self._runs = deque(runs)
+        self._behind = list(behind)
         self._transport = transport
         self._is_done = not runs
         self.error: str | None = None
@@ -173,13 +129,28 @@ class ThreadTransfer:
         return self._is_done
 
     def wait(self) -> None:
-        """See Transfer. The calling thread makes copies, those of earlier transfers first."""
+        """See Transfer. The calling thread makes the copies, and those this one is behind."""
         if self._is_done:
             return
         start = time.perf_counter()
-        while not self._is_done:
-            self._transport.copy_next()
+        self._transport.finish(self)
         self.waited_s += time.perf_counter() - start
+
+    def shares_block(self, device_blocks: Set[int], host_blocks: Set[int]) -> bool:
+        """True if it touches one of these blocks."""
+        return not (
+            self._device_blocks.isdisjoint(device_blocks)
+            and self._host_blocks.isdisjoint(host_blocks)
+        )
+
+    def first_due(self) -> ThreadTransfer:
+        """The one to be copied first, so that this one gets done: itself or one it is behind."""
+        due = self
+        while True:
+            due._behind = [transfer for transfer in due._behind if not transfer.is_done()]
+            if not due._behind:
+                return due
+            due = due._behind[0]
 
     def copy_next(self, memory: TierMemory) -> None:
         """Make one copy. A failure is kept here, and raised only when it stops the whole process
@@ -202,7 +173,7 @@ class ThreadTransfer:
 
 
 class ThreadTransport:
-    """Copies in a thread of its own, first come first served. Implements `runner.KvTransport`.
+    """Copies in a thread of its own. Implements `runner.KvTransport`.
 
     What a step wrote before `start` is in memory when `start` hands the transfer over, and what a
     transfer wrote is when its `is_done` or `wait` says so.
@@ -211,8 +182,11 @@ class ThreadTransport:
     def __init__(self, memory: TierMemory) -> None:
         self._memory: TierMemory | None = memory
         self._max_blocks = max(1, _MAX_RUN_BYTES // memory.block_bytes)
-        self._under_way: deque[ThreadTransfer] = deque()
+        self._under_way: list[ThreadTransfer] = []  # the starting thread's own
+        self._queues = {direction: deque[ThreadTransfer]() for direction in CopyDirection}
+        self._turns = deque(CopyDirection)
         self._copying = threading.Lock()
+        self._is_awaited = False
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="kv-copies", daemon=True)
         self._thread.start()
@@ -225,43 +199,64 @@ class ThreadTransport:
         try:
             runs = split_runs(plan_runs(copies, *sizes), self._max_blocks)
         except ValueError as error:
-            refused = ThreadTransfer(direction, (), self)
+            refused = ThreadTransfer(direction, (), (), (), self)
             refused.fail(error)
             return refused
-        transfer = ThreadTransfer(direction, runs, self)
+        blocks = {copy.device_block for copy in copies}, {copy.host_block for copy in copies}
+        self._under_way = [transfer for transfer in self._under_way if not transfer.is_done()]
+        behind = [transfer for transfer in self._under_way if transfer.shares_block(*blocks)]
+        transfer = ThreadTransfer(direction, copies, runs, behind, self)
         if runs:
             self._under_way.append(transfer)
+            self._queues[direction].append(transfer)
             self._wake.put(True)
         return transfer
 
-    def copy_next(self) -> bool:
-        """Make the next copy of the oldest transfer under way, in the calling thread; False if
-        there is none."""
-        with self._copying:
-            if not self._under_way:
-                return False
-            assert self._memory is not None, "closed with a transfer under way"
-            transfer = self._under_way[0]
-            try:
-                transfer.copy_next(self._memory)
-            finally:
-                if transfer.is_done():
-                    self._under_way.popleft()
-            return True
+    def finish(self, transfer: ThreadTransfer) -> None:
+        """Make the copies that `transfer` needs, in the calling thread, and no others."""
+        self._is_awaited = True  # else the thread could take the lock again and again
+        try:
+            while not transfer.is_done():
+                with self._copying:
+                    if not transfer.is_done():
+                        self._copy_one(transfer)
+        finally:
+            self._is_awaited = False
+            self._wake.put(True)
 
     def close(self) -> None:
         """See KvTransport."""
         if self._memory is None:
             return
-        while self.copy_next():
+        while self._copy_in_turn():
             pass
         self._wake.put(False)
         self._thread.join()
         self._memory = None
 
+    def _copy_in_turn(self) -> bool:
+        """Make one copy of a direction that has some; False if there is none to make now."""
+        with self._copying:
+            if self._is_awaited:
+                return False
+            for _ in CopyDirection:
+                transfers = self._queues[self._turns[0]]
+                self._turns.rotate()
+                while transfers and transfers[0].is_done():
+                    transfers.popleft()
+                if transfers:
+                    self._copy_one(transfers[0])
+                    return True
+            return False
+
+    def _copy_one(self, transfer: ThreadTransfer) -> None:
+        """One of the copies that `transfer` needs; with the lock."""
+        assert self._memory is not None, "closed with a transfer under way"
+        transfer.first_due().copy_next(self._memory)
+
     def _work(self) -> None:
         """The thread."""
         os.nice(_NICENESS)  # on Linux it is the thread's own
         while self._wake.get():
-            while self.copy_next():
+            while self._copy_in_turn():
                 pass
