@@ -20,7 +20,6 @@ def make(num_blocks, num_host_blocks, pace, *, inclusive=False):
     runner.allocate_kv(num_blocks, SIZE, num_host_blocks)
     host = HostTier(
         num_blocks=num_host_blocks,
-        block_bytes=1,
         transport=runner.transport,
         inclusive=inclusive,
     )
@@ -138,3 +137,24 @@ def test_a_partly_matching_block_that_cannot_be_read_is_given_up(tiered):
     broken.append(True)
     assert steps_until_final(3, [1, 2, 60, 61, 62]) is not None
     batcher.check_integrity()
+
+
+def test_a_copy_that_failed_is_none_also_for_a_block_that_came_back_meanwhile():
+    """Its device block is given away, and in the same step the block takes that of a twin."""
+    fails = []
+    runner, kv = make(3, 4, WhenTold(lambda transfer: "planned" if fails else None), inclusive=True)
+    one, twin = kv.allocate([1, 2]), kv.allocate([1, 2])
+    for sequence in (one, twin):
+        runner._blocks[sequence.slots(1)[0]] = [(1, 1)] * SIZE
+        kv.store_full_blocks(sequence, [1, 2], 2)
+    kv.release(one, [1, 2], 2)
+    other = kv.allocate([7, 7, 7])
+    kv.release(twin, [1, 2], 2)
+    fails.append(True)
+    assert kv.run_moves(runner.copy_blocks) is None
+    kv.take_damaged()
+    kv.forget_lost()
+    found = kv.ahead.locate([1, 2, 0])
+    assert (found.num_device_blocks, found.num_copied_blocks) == (1, 0)
+    kv.check_integrity()
+    kv.discard(other)

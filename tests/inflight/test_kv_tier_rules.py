@@ -41,7 +41,6 @@ class Cache:
             SIZE,
             HostTier(
                 num_blocks=num_host,
-                block_bytes=1,
                 transport=self.runner.transport,
                 inclusive=inclusive,
                 **host,

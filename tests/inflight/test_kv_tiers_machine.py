@@ -87,7 +87,6 @@ class Tiers(RuleBasedStateMachine):
         self.runner.allocate_kv(num_blocks, size, num_host_blocks)
         host = HostTier(
             num_blocks=num_host_blocks,
-            block_bytes=self.runner.kv_block_bytes(size),
             transport=self.runner.transport,
             min_priority=MIN_PRIORITY,
             inclusive=self.inclusive,

@@ -76,7 +76,9 @@ class InflightBatcher:
         host = allocate_pools(runner, config, num_blocks)
         self.block_bytes = runner.kv_block_bytes(config.tokens_per_block)
         self.num_host_blocks = host.num_blocks if host else 0
-        self.kv = KvCacheManager(config.kv_cache_config, config.tokens_per_block, host)
+        self.kv = KvCacheManager(
+            config.kv_cache_config, config.tokens_per_block, host, block_bytes=self.block_bytes
+        )
         self._queue = RequestQueue(AdmissionLimits(config, runner.vocab_size, num_blocks))
         self._kv_commands: list[KvCommand] = []
         self._active: list[SequenceState] = []

@@ -42,10 +42,15 @@ class KvCacheManager:
     """Allocates, shares and stores blocks. Used from one thread."""
 
     def __init__(
-        self, config: KvCacheConfig, tokens_per_block: int, host: HostTier | None = None
+        self,
+        config: KvCacheConfig,
+        tokens_per_block: int,
+        host: HostTier | None = None,
+        *,
+        block_bytes: int = 0,
     ) -> None:
-        """host: the host pool; None = device only. Raises ConfigError for a device pool that this
-        engine cannot have."""
+        """host: the host pool; None = device only. block_bytes: KV of one block, for the
+        statistics. Raises ConfigError for a device pool that this engine cannot have."""
         self.tokens_per_block = tokens_per_block
         self.num_total_blocks = num_pool_blocks(config, tokens_per_block)
         self.events: KvEvents | None = None
@@ -55,7 +60,7 @@ class KvCacheManager:
                 config.event_buffer_max_size, self.num_total_blocks, num_host_blocks
             )
         self._store = BlockStore(config, tokens_per_block, self.events)
-        self._tiers = BlockTiers(self.num_total_blocks, host, self._store)
+        self._tiers = BlockTiers(self.num_total_blocks, host, self._store, block_bytes)
         self._use = BlockUse(self._store, self._tiers)
         self._allocation = Allocation(self._store, self._tiers, self._use, config, tokens_per_block)
         self.ahead = KvAhead(self._store, self._tiers, self._use, tokens_per_block)

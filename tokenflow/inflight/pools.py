@@ -69,7 +69,6 @@ def allocate_pools(runner: Runner, config: ExecutorConfig, num_blocks: int) -> H
     threshold = kv.secondary_offload_min_priority
     return HostTier(
         num_blocks=num_host_blocks,
-        block_bytes=block_bytes,
         transport=runner.transport,
         min_priority=DEFAULT_MIN_PRIORITY if threshold is None else threshold,
         inclusive=config.kv_tiering,

@@ -52,7 +52,6 @@ class HostTier:
     """
 
     num_blocks: int
-    block_bytes: int
     transport: KvTransport
     min_priority: int = DEFAULT_MIN_PRIORITY
     inclusive: bool = False
@@ -64,6 +63,7 @@ class BlockTiers:
     """Slots of both tiers. host: None = device only.
 
     store: from which evicted blocks are taken, and which is told of moves.
+    block_bytes: KV of one block, for the statistics.
     """
 
     def __init__(
@@ -71,7 +71,9 @@ class BlockTiers:
         num_device_blocks: int,
         host: HostTier | None,
         store: BlockStore,
+        block_bytes: int,
     ) -> None:
+        self._block_bytes = block_bytes
         self.num_device_blocks = num_device_blocks
         self.num_host_blocks = host.num_blocks if host else 0
         self._host = host
@@ -286,12 +288,14 @@ class BlockTiers:
         self.counters.add_moves(result)
         lost = [block for slot, block in read.items() if slot in result.bad_device]
         if result.bad_device or result.bad_host:
-            lost += [
-                block
-                for block in self._store
-                if block.slot in result.bad_device
-                or (block.slot is None and block.host_slot in result.bad_host)
-            ]
+            for block in self._store:
+                is_bad_copy = block.host_slot in result.bad_host
+                if block.slot in result.bad_device or (is_bad_copy and block.slot is None):
+                    lost.append(block)
+                elif is_bad_copy:  # the block came back by another way meanwhile
+                    self.release_host(block)
+                    self._store.copied(block)
+                    self.offer(block)
         return result.bad_device, lost, result.failure
 
     # -- leaving the tree ----------------------------------------------------------------------
@@ -335,7 +339,7 @@ class BlockTiers:
         """Both tiers now; num_used_blocks: referenced device blocks."""
         device_slots, host_slots = self.ahead.num_slots_in_transit()
         return KvTierStats(
-            block_bytes=self._host.block_bytes if self._host else 0,
+            block_bytes=self._block_bytes,
             num_device_blocks=self.num_device_blocks,
             num_device_used_blocks=num_used_blocks,
             num_device_cached_blocks=(
