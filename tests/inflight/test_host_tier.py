@@ -121,3 +121,15 @@ def test_blocks_that_do_not_get_to_the_host_are_computed_again(driven):
     stream.finish()
     assert stream.metrics[-1].num_reused_tokens == 0
     assert is_idle(driver)
+
+
+def test_a_flood_of_commands_does_not_hold_up_the_batch():
+    driver = tiered_driver(8, 8)
+    driver.enqueue(range(1, 6), max_tokens=6)
+    done = []
+    for i in range(1000):
+        driver.batcher.command(lambda kv, i=i: done.append(i))
+    driver.step()
+    assert 0 < len(done) < 500
+    driver.run()
+    assert done == list(range(1000)), "all of them, in order"

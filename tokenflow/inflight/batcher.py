@@ -56,6 +56,10 @@ from tokenflow.inflight.tiering import KvCommand
 from tokenflow.inflight.token_budget import PlannedChunk, TokenBudget
 
 
+_MAX_COMMANDS = 256
+"""KV commands carried out at one boundary: a flood of hints must not hold up who computes."""
+
+
 class InflightBatcher:
     """Drives a runner. Not thread-safe; `enqueue` and `cancel` may be called at any moment between
     the phases of a step, by the thread that runs it.
@@ -114,7 +118,7 @@ class InflightBatcher:
         self._queue.cancel(request_id)
 
     def command(self, command: KvCommand) -> None:
-        """Carry out `command` at the next `begin_step`."""
+        """Carry out `command` at the next `begin_step`, or behind those given before."""
         self._kv_commands.append(command)
 
     def drop_queued(self) -> None:
@@ -129,7 +133,8 @@ class InflightBatcher:
         responses = self._queue.admit()
         responses += self._take_cancels()
         self.kv.begin(now)
-        commands, self._kv_commands = self._kv_commands, []
+        commands = self._kv_commands[:_MAX_COMMANDS]
+        del self._kv_commands[:_MAX_COMMANDS]
         for command in commands:
             command(self.kv.ahead)
         self._queue.fetch(self._active, self._config.max_batch_size)
