@@ -1,12 +1,15 @@
 """What the two tiers of KV cost and what each part of them is worth.
 
     python -m perf.kv_tiers [--json] [--section NAME] [--quick] [--runs N] [--model M] [--device D]
+                            [--limit-s S]
 
-Four sections, side by side in one run, on the embedded engine with a real model:
+Five sections, side by side in one run, on the embedded engine with a real model:
 
-- resumes: to the next token from the device, from the host, after a prefetch and by recompute;
+- content: whether copies put every byte where it belongs; if not, nothing else is measured;
 - bandwidth: copies between the tiers beside a plain copy of the same bytes;
 - steps: a decode step with and without copies running;
+- resumes: to the next token from the device, from the host (with room in both tiers, and with
+  none), after a prefetch and by recompute;
 - ablation: a burst for which the KV pool is too small, with parts of the tiers left out, as
   intervals over interleaved runs, beside the shape of Table 2 of the TokenFlow paper.
 
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +35,7 @@ from typing import Any
 # perf.kv.models comes first: it sets what OpenMP reads when torch is loaded.
 from perf.kv.models import RANDOM_MODELS, SMOLLM, Model, open_model  # isort: skip
 
-from perf.kv import ablation, copies, resumes
+from perf.kv import ablation, content, copies, resumes
 from perf.kv.scales import SCALES, Scale
 from perf.kv.tables import goals, text
 from tokenflow.errors import TokenFlowError
@@ -58,10 +62,16 @@ def _steps(model: Model, scale: Scale, say: Say) -> Any:
 
 
 def _ablation(model: Model, scale: Scale, say: Say) -> Any:
-    return ablation.measure(model, scale.burst, scale.num_runs, say)
+    return ablation.measure(model, scale.burst, scale.num_runs, say, until=scale.until)
+
+
+def _content(model: Model, scale: Scale, say: Say) -> Any:
+    say("whether copies are right")
+    return content.measure(model, scale.num_checked_transfers)
 
 
 SECTIONS: Mapping[str, Callable[[Model, Scale, Say], Any]] = {
+    "content": _content,
     "bandwidth": _bandwidth,
     "steps": _steps,
     "resumes": _resumes,
@@ -102,6 +112,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--runs", type=int, default=None, help="of the burst, of each variant (default 5)"
     )
     parser.add_argument(
+        "--limit-s",
+        type=float,
+        default=math.inf,
+        help="seconds from the start after which no round of the burst is to end",
+    )
+    parser.add_argument(
         "--model",
         default=SMOLLM,
         help=f"{SMOLLM}, a checkpoint folder, or {', '.join(RANDOM_MODELS)}",
@@ -127,10 +143,10 @@ def _output(args: argparse.Namespace) -> Path | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; 1 when something cannot be measured."""
+    start = time.monotonic()
     args = _parse(argv)
     scale = SCALES[args.model if args.model in SCALES else SMOLLM][args.quick]
-    if args.runs is not None:
-        scale = replace(scale, num_runs=args.runs)
+    scale = replace(scale, num_runs=args.runs or scale.num_runs, until=start + args.limit_s)
     output = _output(args)
 
     def say(what: str) -> None:

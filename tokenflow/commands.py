@@ -12,7 +12,7 @@ from tokenflow.answers import Answers
 from tokenflow.errors import EngineError, InternalError
 from tokenflow.executor.api import Executor, KvCacheRetentionConfig
 from tokenflow.preemption import engine_request
-from tokenflow.retention import retention_config
+from tokenflow.retention import PromptBeginnings, retention_config
 from tokenflow.session import IN_ENGINE, Session
 from tokenflow.session_table import SessionTable
 from tokenflow.tiering_commands import TieringCommands
@@ -25,7 +25,7 @@ _S = SessionState
 class EngineCommands:
     """Commands to the executor.
 
-    has_retention: requests say what their blocks are worth.
+    beginnings: what prompts have in common; None: requests do not say what their blocks are worth.
     is_up: False between the loss of an engine and the start of the next one.
     """
 
@@ -36,15 +36,14 @@ class EngineCommands:
         answers: Answers,
         whereabouts: KvWhereabouts,
         tiering: TieringCommands,
-        *,
-        has_retention: bool,
+        beginnings: PromptBeginnings | None,
     ) -> None:
         self._executor = executor
         self._table = table
         self._answers = answers
         self._whereabouts = whereabouts
         self._tiering = tiering
-        self._has_retention = has_retention
+        self._beginnings = beginnings
         self._last_progress_time = float("-inf")
         self.is_up = True
 
@@ -163,12 +162,16 @@ class EngineCommands:
         return None
 
     def _retention(self, session: Session) -> KvCacheRetentionConfig | None:
-        if not self._has_retention:
+        if self._beginnings is None:
             return None
+        request = session.request
+        if session.output_token_ids:  # who came since counts too
+            num_shared = self._beginnings.num_shared(request.input_token_ids, request.cache_salt_id)
+            session.num_shared_tokens = max(session.num_shared_tokens, num_shared)
         return retention_config(
             session.num_shared_tokens,
-            session.request.max_tokens - len(session.output_token_ids),
-            is_pausable=self._table.unpausable_reason(session.request) is None,
+            request.max_tokens - len(session.output_token_ids),
+            is_pausable=self._table.unpausable_reason(request) is None,
         )
 
     def _count_pause(self, session: Session, now: float, *, why: str | None) -> None:

@@ -166,6 +166,11 @@ class ServingConfig:
                 "enable_kv_cache_reuse",
                 "must be true with scheduling_policy tokenflow: a pause keeps its KV there",
             )
+        if self.scheduling_policy != "tokenflow" and self.kv_tiering:
+            raise ConfigError(
+                "kv_tiering",
+                "needs scheduling_policy tokenflow: nobody else says what is to be copied",
+            )
         if self.max_tokens_in_paged_kv_cache < self.tokens_per_block:
             raise ConfigError(
                 "max_tokens_in_paged_kv_cache",

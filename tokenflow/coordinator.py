@@ -28,7 +28,6 @@ from tokenflow.executor.api import (
 from tokenflow.executor.kv_api import KvTierStats
 from tokenflow.holds import Holds
 from tokenflow.intake import Intake
-from tokenflow.retention import PromptBeginnings
 from tokenflow.session import Session
 from tokenflow.session_table import SessionTable
 from tokenflow.trace import NullTracer, Tracer
@@ -41,6 +40,8 @@ from tokenflow.types import (
 )
 
 _S = SessionState
+
+_TIER_PARTS = ("recompute", "prefetch", "offload")
 
 Planner = Callable[[Snapshot], Decision]
 
@@ -62,7 +63,6 @@ class Coordinator:
         self._tracer = tracer or NullTracer()
         self._answers = Answers(emit, self._tracer)
         self._capacity_policy = engine.scheduler_config.capacity_scheduler_policy
-        self._beginnings = PromptBeginnings(engine.tokens_per_block)
         self._handles = itertools.count(1)
         self._last_plan_time = float("-inf")
         self._needs_plan = False
@@ -104,10 +104,7 @@ class Coordinator:
         if not self._intake.lets_in(handle, request, now):
             return
         session = self.table.add(handle, request, now)
-        session.num_shared_tokens = self._beginnings.observe(
-            request.input_token_ids, request.cache_salt_id
-        )
-        self._engine.snapshots.arrived(session, now)
+        self._engine.arrived(session, now)
         self._deadlines.add(handle, session.deadline)
         self._needs_plan = True
         self._tracer.record(
@@ -189,7 +186,7 @@ class Coordinator:
         """Learn costs and room from finished iterations."""
         if stats:
             self._commands.progressed(now)
-            self._feedback.on_stats(stats)
+            self._feedback.on_stats(stats, now)
 
     def on_engine_lost(self, message: str, now: float) -> None:
         """The engine ended; `message` says how. What it held waits for the next one, if it may."""
@@ -221,7 +218,7 @@ class Coordinator:
 
     @property
     def tiers(self) -> KvTierStats | None:
-        """Both KV tiers, as of the last iteration; None = unknown."""
+        """Both KV tiers, as of the last iteration or the engine's start; None = unknown."""
         return self._engine.tiers
 
     @property
@@ -254,9 +251,11 @@ class Coordinator:
         """When the next plan is due; +inf while nothing could change by time alone."""
         if self._needs_plan:
             return self._last_plan_time
-        grows = self._capacity_policy is CapacitySchedulerPolicy.MAX_UTILIZATION
+        runs_change = self._capacity_policy is CapacitySchedulerPolicy.MAX_UTILIZATION
+        runs_change |= self._commands.has_tiering  # blocks fill, and may be copied
         due = self._deadlines.next_time()
-        if self.table.count(_S.WAITING, _S.PREEMPTED) or (grows and self.table.count(_S.RUNNING)):
+        waits = self.table.count(_S.WAITING, _S.PREEMPTED)
+        if waits or (runs_change and self.table.count(_S.RUNNING)):
             due = min(due, self._last_plan_time + self._config.plan_interval_s)
         return due
 
@@ -291,6 +290,7 @@ class Coordinator:
         self._holds.expire(now)
 
     def _apply(self, decision: Decision, now: float) -> None:
+        tiers = {name: len(getattr(decision, name)) for name in _TIER_PARTS}
         self._tracer.record(
             "plan",
             now,
@@ -298,6 +298,7 @@ class Coordinator:
             resume=len(decision.resume),
             admit=len(decision.admit),
             forced=len(decision.forced),
+            **{name: num for name, num in tiers.items() if num},
         )
         self._commands.apply(decision, now)
 

@@ -12,9 +12,11 @@ from tokenflow.commands import EngineCommands
 from tokenflow.config import ServingConfig
 from tokenflow.costs import CostModel
 from tokenflow.executor.api import Executor
-from tokenflow.executor.kv_api import KvTierStats
+from tokenflow.executor.kv_api import KvPools, KvTierStats
 from tokenflow.feedback import EngineFeedback
 from tokenflow.recovery import Recovery
+from tokenflow.retention import PromptBeginnings
+from tokenflow.session import Session
 from tokenflow.session_table import SessionTable
 from tokenflow.snapshots import Snapshots
 from tokenflow.tiering_commands import TieringCommands
@@ -40,6 +42,7 @@ class EngineSide:
         pool = engine.kv_cache_config
         self.num_total_blocks = (pool.max_tokens or 0) // engine.tokens_per_block
         self._table = table
+        self._beginnings = PromptBeginnings(engine.tokens_per_block)
         self._recovery = Recovery(table, answers)
         self._whereabouts = KvWhereabouts(
             executor, table, answers.counters, self.num_total_blocks, engine.tokens_per_block
@@ -50,7 +53,7 @@ class EngineSide:
             answers,
             self._whereabouts,
             TieringCommands(executor, table, engine.tokens_per_block),
-            has_retention=bool(pool.host_cache_size or pool.event_buffer_max_size),
+            self._beginnings if _has_retention(config) else None,
         )
         self.feedback = EngineFeedback(
             self.commands,
@@ -62,11 +65,21 @@ class EngineSide:
             self.num_total_blocks,
         )
         self.snapshots = Snapshots(table, self._whereabouts, costs, config, self.num_total_blocks)
+        self._look_at_pools(executor)
+
+    def arrived(self, session: Session, now: float) -> None:
+        """A request was taken in."""
+        request = session.request
+        session.num_shared_tokens = self._beginnings.observe(
+            request.input_token_ids, request.cache_salt_id
+        )
+        self.snapshots.arrived(session, now)
 
     def lost(self, message: str, now: float) -> None:
         """The engine ended; `message` says how. What it held waits for the next one, if it may."""
         self.commands.lost()
         for session in self._table:
+            session.is_left_in_cache = False
             self._recovery.lost(session, message, now)
         self._whereabouts.lost()
         self.emptied()
@@ -80,6 +93,7 @@ class EngineSide:
         """An engine that knows nothing took the place of the lost one."""
         self._whereabouts.use(executor)
         self.commands.use(executor)
+        self._look_at_pools(executor)
 
     def snapshot(self, now: float) -> Snapshot:
         """What the planner may look at."""
@@ -87,10 +101,26 @@ class EngineSide:
 
     @property
     def tiers(self) -> KvTierStats | None:
-        """Both KV tiers, as of the last iteration; None = unknown."""
+        """Both KV tiers, as of the last iteration or the engine's start; None = unknown."""
         return self.feedback.tiers.now
 
     @property
     def kv_is_mirrored(self) -> bool:
         """True while the engine's events tell where KV is; else it is estimated."""
         return self._whereabouts.is_mirrored
+
+    def _look_at_pools(self, executor: Executor) -> None:
+        """Take in what an engine that has just started says of its tiers, if it does."""
+        if not isinstance(executor, KvPools):
+            return
+        self.feedback.tiers.started(executor, self.num_total_blocks)
+        self._whereabouts.set_num_host_blocks(executor.num_host_blocks)
+
+
+def _has_retention(config: ServingConfig) -> bool:
+    """True if requests are to say what their blocks are worth: those of the baseline say what those
+    of a stock deployment do, nothing."""
+    pool = config.executor_config().kv_cache_config
+    if config.scheduling_policy != "tokenflow":
+        return False
+    return bool(pool.host_cache_size or pool.event_buffer_max_size)

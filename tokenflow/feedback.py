@@ -30,7 +30,7 @@ class EngineFeedback:
 
     num_free_blocks, num_queued: unreferenced device blocks, and requests in the engine's own queue,
         as of the last iteration.
-    tiers: both KV tiers, as of the last iteration.
+    tiers: both KV tiers, as of the last iteration or the engine's start.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class EngineFeedback:
         """Everything was taken from the engine, or it is gone: nothing is queued or in use."""
         self.num_queued, self.num_free_blocks = 0, num_total_blocks
 
-    def on_stats(self, stats: Sequence[IterationStats]) -> None:
+    def on_stats(self, stats: Sequence[IterationStats], now: float) -> None:
         """Learn costs and room from finished iterations, and trace them."""
         self._whereabouts.hear()
         for entry in stats:
             self._costs.observe_iteration(entry)
             if entry.kv_tier_stats is not None:
-                self.tiers.observe(entry.kv_tier_stats)
+                self.tiers.observe(entry.kv_tier_stats, now)
                 self._whereabouts.set_num_host_blocks(entry.kv_tier_stats.num_host_blocks)
             batch = entry.inflight_batching_stats
             self._answers.counters.num_internal_pauses += batch.num_paused_requests
@@ -146,18 +146,18 @@ class EngineFeedback:
     def _started(self, session: Session, now: float) -> None:
         """First token after an enqueue: the session runs."""
         resumed = session.state is _S.RESUMING
-        self._table.transition(session, _S.RUNNING, now)
-        if resumed:
+        if resumed:  # before the transition forgets what there was to load
             self._costs.observe_resume(
                 now - session.enqueue_time, session.num_resume_tokens, session.num_host_blocks
             )
+        self._table.transition(session, _S.RUNNING, now)
         self._whereabouts.running(session)
         self._answers.trace("resumed" if resumed else "first_token", session, now)
         self._changed = True
 
     def _on_final(self, session: Session, result: Result, now: float) -> None:
         self._changed = True
-        self._count_recomputed(session, result)
+        self._count_recomputed(session, result, now)
         reason = result.finish_reasons[0]
         self._whereabouts.released(session)
         if session.answered:
@@ -177,8 +177,7 @@ class EngineFeedback:
 
     def _paused(self, session: Session, now: float) -> None:
         self._costs.observe_pause(now - session.last_transition_time)
-        self._table.transition(session, _S.PREEMPTED, now)
-        self._whereabouts.paused(session)
+        self._leave_in_cache(session, now)
         self._answers.trace("paused", session, now, slack_s=session.reader.slack_s(now))
 
     def _lease_ended(self, session: Session, now: float) -> None:
@@ -187,12 +186,16 @@ class EngineFeedback:
         if session.state is _S.PAUSING:
             self._paused(session, now)
             return
-        self._table.transition(session, _S.PREEMPTED, now)
-        self._whereabouts.paused(session)
+        self._leave_in_cache(session, now)
         session.renews_lease = True
         self._lease_ended_now.append(session)
 
-    def _count_recomputed(self, session: Session, result: Result) -> None:
+    def _leave_in_cache(self, session: Session, now: float) -> None:
+        self._table.transition(session, _S.PREEMPTED, now)
+        self._whereabouts.paused(session)
+        session.is_left_in_cache = True
+
+    def _count_recomputed(self, session: Session, result: Result, now: float) -> None:
         metrics = result.request_perf_metrics
         num_enqueued = session.num_enqueued_tokens
         if metrics is None or num_enqueued == len(session.request.input_token_ids):
@@ -202,6 +205,8 @@ class EngineFeedback:
         counters.num_recomputed_tokens += num_recomputed
         if num_recomputed > 0:
             counters.num_resumes_recomputed += 1
+            if session.is_left_in_cache:
+                self.tiers.pushed_out(num_recomputed, now)
         elif metrics.num_onboarded_blocks > 0:
             counters.num_resumes_from_host += 1
         else:

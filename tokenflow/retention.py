@@ -1,8 +1,10 @@
 """How long the engine is to keep which blocks of a request: retention priorities.
 
-Owns the few priorities there are and what they are given to. They are fixed at each enqueue, when
-nobody knows whether the request will be paused or end, so they say how likely its blocks are to be
-wanted again:
+Owns the few priorities there are and what they are given to. Only scheduling_policy tokenflow gives
+any, with a host tier or without one, where they order the victims on the device alone; requests of
+the baseline leave the engine's default, as those of a stock deployment do. They are fixed at each
+enqueue, when nobody knows whether the request will be paused or end, so they say how likely its
+blocks are to be wanted again:
 
 - what several requests begin with is worth more than what one stream needs;
 - what one stream needs is the first victim, yet worth a host copy. Among streams, the more a
@@ -11,13 +13,15 @@ wanted again:
   requests, being younger, would outlive the KV of the streams that were paused for them;
 - the output of a request that can never be paused ends with it: not worth a copy.
 
-On a resume the old output is a part of the prompt, hence the ranges.
+On a resume the old output is a part of the prompt, hence the ranges. What is shared is asked again
+then: blocks that a request finds take on its priorities, so a resume that did not know who came
+meanwhile would make the common beginning its own again.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 from tokenflow.config import OFFLOAD_MIN_PRIORITY
@@ -64,7 +68,7 @@ def retention_config(
 
 
 class PromptBeginnings:
-    """Remembers the whole blocks that recent prompts began with.
+    """Remembers the whole blocks that recent prompts began with, and which of them several did.
 
     max_blocks: remembered at most; those longest without a request are forgotten first.
     """
@@ -72,20 +76,39 @@ class PromptBeginnings:
     def __init__(self, tokens_per_block: int, max_blocks: int = _MAX_REMEMBERED_BLOCKS) -> None:
         self._tokens_per_block = tokens_per_block
         self._max_blocks = max_blocks
-        self._seen: OrderedDict[int, None] = OrderedDict()
+        self._is_shared: OrderedDict[int, bool] = OrderedDict()
 
     def observe(self, token_ids: Sequence[int], cache_salt_id: int | None) -> int:
         """A request with this prompt came: how many of its leading tokens, in whole blocks, an
         earlier one began with too."""
-        size, num_shared, is_known = self._tokens_per_block, 0, True
+        num_shared = 0
+        for end, chain in self._blocks(token_ids, cache_salt_id):
+            is_known = chain in self._is_shared
+            if is_known and end == num_shared + self._tokens_per_block:
+                num_shared = end
+            self._is_shared[chain] = is_known
+            self._is_shared.move_to_end(chain)
+        while len(self._is_shared) > self._max_blocks:
+            self._is_shared.popitem(last=False)
+        return num_shared
+
+    def num_shared(self, token_ids: Sequence[int], cache_salt_id: int | None) -> int:
+        """Of a prompt that was observed: how many of its leading tokens, in whole blocks, another
+        request began with too, before it or since."""
+        num_shared = 0
+        for end, chain in self._blocks(token_ids, cache_salt_id):
+            if not self._is_shared.get(chain):
+                break
+            self._is_shared.move_to_end(chain)
+            num_shared = end
+        return num_shared
+
+    def _blocks(
+        self, token_ids: Sequence[int], cache_salt_id: int | None
+    ) -> Iterator[tuple[int, int]]:
+        """(end in tokens, hash of everything up to there) of each whole block."""
+        size = self._tokens_per_block
         chain = hash((cache_salt_id is None, cache_salt_id or 0))
         for end in range(size, len(token_ids) + 1, size):
             chain = hash((chain, tuple(token_ids[end - size : end])))
-            is_known = is_known and chain in self._seen
-            if is_known:
-                num_shared = end
-            self._seen[chain] = None
-            self._seen.move_to_end(chain)
-        while len(self._seen) > self._max_blocks:
-            self._seen.popitem(last=False)
-        return num_shared
+            yield end, chain

@@ -102,10 +102,7 @@ class Runtime:
         )
         self._stopping = threading.Event()
         self._failure: str | None = None
-        self._gauges = RuntimeGauges(
-            num_total_blocks=self._coordinator.num_total_blocks,
-            num_free_blocks=self._coordinator.num_free_blocks,
-        )
+        self._gauges = self._read_gauges()
         self._loop = threading.Thread(target=self._run, name="tokenflow-runtime", daemon=True)
         self._awaiter = Awaiter(executor, keeper, self, self._stopping)
 
@@ -211,6 +208,7 @@ class Runtime:
         try:
             item = self._inbox.get(timeout=max(0.0, min(_IDLE_WAIT_S, wait_s)))
         except queue.Empty:
+            self._hear_of_copies()
             return
         while True:
             function, arguments = item
@@ -219,6 +217,12 @@ class Runtime:
                 item = self._inbox.get_nowait()
             except queue.Empty:
                 return
+
+    def _hear_of_copies(self) -> None:
+        """Nothing came; but copies that ended while nothing was computed have their statistics."""
+        if self._failure is None and self._coordinator.engine_is_up:
+            stats = self._executor.get_latest_iteration_stats()
+            self._coordinator.on_stats(stats, self._clock.now())
 
     def _on_submit(self, handle: int, request: GenerateRequest) -> None:
         now = self._clock.now()

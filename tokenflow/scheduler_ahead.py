@@ -17,7 +17,7 @@ import numpy as np
 
 from tokenflow.scheduler_rules import Victims, due_slack_s
 from tokenflow.scheduler_tiers import loads
-from tokenflow.scheduler_view import Draft, View
+from tokenflow.scheduler_view import PAUSING, PREEMPTED, RESUMING, Draft, View
 
 _UNKNOWN_NUM_BLOCKS = 8
 """Blocks copied per plan until it is known what a copy costs."""
@@ -58,9 +58,7 @@ def write_through(view: View, draft: Draft, able: Victims) -> None:
     if costs.offload_block_s > 0:
         share_s = policy.write_through_share * costs.plan_interval_s
         num_left = max(1, int(share_s / costs.offload_block_s))
-    paused = np.concatenate([view.paused, view.pausing])
-    num_needed = int((-(-view.num_tokens[paused] // kv.tokens_per_block)).sum())
-    num_left = min(num_left, kv.num_host_blocks - num_needed - int(s.num_copied_blocks.sum()))
+    num_left = min(num_left, kv.num_host_blocks - _num_kept_on_host(view, draft))
     rows = np.asarray(able.rows, dtype=np.int64)
     # The KV of the last token is written by the next step.
     full = (view.num_tokens[rows] - 1) // kv.tokens_per_block - s.num_copied_blocks[rows]
@@ -71,6 +69,19 @@ def write_through(view: View, draft: Draft, able: Victims) -> None:
         num_blocks = min(num_left, int(full[i]))
         draft.copy_out(able.rows[i], num_blocks)
         num_left -= num_blocks
+
+
+def _num_kept_on_host(view: View, draft: Draft) -> int:
+    """Host blocks that are spoken for: all of those that are paused, with those drafted (what is
+    still on the device may have to go there), the copies of those in the engine, and what resumes
+    under way load, whose copies stay."""
+    snapshot = view.snapshot
+    s = snapshot.sessions
+    num_kept = s.num_copied_blocks + np.where(s.state == RESUMING, s.num_host_blocks, 0)
+    out = (s.state == PREEMPTED) | (s.state == PAUSING)
+    out[draft.pause] = True
+    num_kept[out] = -(-view.num_tokens[out] // snapshot.kv.tokens_per_block)
+    return int(num_kept.sum())
 
 
 def prefetch(view: View, draft: Draft) -> None:

@@ -37,9 +37,12 @@ class Session:
     executor_request_id: the engine's id while the engine holds it (a new one at each resume).
     num_enqueued_tokens: length of the prompt at the last enqueue (client's prompt + streamed).
     num_resume_tokens, num_host_blocks: what a resume computes and brings back from the host, as far
-        as is known; of the last one, while it is in the engine.
+        as is known; of the last one, while it is in the engine (no blocks once that is over).
     num_copied_blocks: leading blocks that have a copy on the host, while it runs.
-    num_shared_tokens: leading tokens of the prompt that earlier requests began with too.
+    is_left_in_cache: its KV was left to the engine's cache at its pause, and neither given up by
+        choice since nor lost with an engine: what a resume must compute of it was pushed out.
+    num_shared_tokens: leading tokens of the prompt that other requests began with too, as of the
+        last enqueue.
     num_filled_blocks: KV blocks that it has filled in the engine, 0 outside.
     lease_end: number of output tokens at which the engine ends the present enqueue although the
         request goes on; None without a lease.
@@ -66,6 +69,7 @@ class Session:
     num_resume_tokens: int = 1
     num_host_blocks: int = 0
     num_copied_blocks: int = 0
+    is_left_in_cache: bool = False
     num_shared_tokens: int = 0
     num_filled_blocks: int = 0
     num_pauses: int = 0

@@ -99,6 +99,8 @@ class SessionTable:
         old = session.state
         if old is _S.PREEMPTED:
             session.paused_s += now - session.last_transition_time
+        elif old is _S.RESUMING:  # what it had on the host it has now, or lost
+            self.set_kept(session, session.num_resume_tokens, 0)
         session.state = state
         session.last_transition_time = now
         self._counts[old] -= 1
@@ -140,7 +142,6 @@ class SessionTable:
         occupied = self._num_blocks_occupied(session)
         self._rows.set_int("num_blocks_held", session.slot, occupied)
         self._rows.set_int("num_blocks_needed", session.slot, occupied)
-        self._rows.set_int("num_host_blocks", session.slot, 0)
         self._count_filled(session, self.num_blocks(session.num_tokens))
 
     def deliver(self, session: Session, token_ids: list[int], now: float) -> None:
@@ -189,7 +190,8 @@ class SessionTable:
         )
 
     def set_kept(self, session: Session, num_resume_tokens: int, num_host_blocks: int) -> None:
-        """What a resume would have to compute, and to bring back from the host."""
+        """What a resume would have to compute, and to bring back from the host; while it is
+        RESUMING, what it does."""
         session.num_resume_tokens = num_resume_tokens
         session.num_host_blocks = num_host_blocks
         self._rows.set_int("num_resume_tokens", session.slot, num_resume_tokens)

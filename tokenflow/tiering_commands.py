@@ -46,12 +46,17 @@ class TieringCommands:
         return self._tiering is not None
 
     def drop_host(self, sessions: Sequence[Session]) -> None:
-        """Before they are resumed: computing what the host holds of them is faster."""
+        """Before they are resumed: computing what the host holds of them is faster. From here on
+        that is what their resumes do."""
         if self._tiering is None:
             return
         for session in sessions:
             with self._unless_lost():
                 self._tiering.drop_host(session.token_ids, session.request.cache_salt_id)
+            num_tokens = session.num_host_blocks * self._tokens_per_block
+            num_tokens = min(session.num_resume_tokens + num_tokens, session.num_tokens)
+            self._table.set_kept(session, num_tokens, 0)
+            session.is_left_in_cache = False
 
     def prefetch(self, sessions: Sequence[Session], now: float) -> None:
         """Paused sessions whose blocks on the host are wanted on the device."""
@@ -70,7 +75,8 @@ class TieringCommands:
         for session, num_blocks in sessions:
             num_tokens = (session.num_copied_blocks + num_blocks) * self._tokens_per_block
             if self._is_new(session, num_tokens, now):
-                token_ids, salt = session.token_ids[:num_tokens], session.request.cache_salt_id
+                token_ids = session.token_ids[: num_tokens + 1]  # the last one is never looked up
+                salt = session.request.cache_salt_id
                 with self._unless_lost():
                     self._tiering.offload(token_ids, num_blocks, salt)
 

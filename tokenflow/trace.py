@@ -2,8 +2,10 @@
 
 One line per event: `{"event": ..., "time": monotonic seconds, "request_id": ..., ...}`. Events are
 arrival, admit, first_token, pause, paused, resume, resumed, finish, cancel, error, iteration and
-plan. CLOCK_MONOTONIC is one clock for all processes of a machine, so a client's receipt times can
-be laid beside these. Written by the runtime thread only.
+plan. A plan's line counts the requests that it names: pause, resume, admit and forced; and, where
+there are any, recompute, prefetch and offload, which are asked of the host tier. CLOCK_MONOTONIC is
+one clock for all processes of a machine, so a client's receipt times can be laid beside these.
+Written by the runtime thread only.
 """
 
 from __future__ import annotations

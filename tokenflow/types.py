@@ -171,7 +171,8 @@ class SessionColumns:
     num_blocks_final: blocks at its full length.
     num_resume_tokens: tokens a resume would compute, given what is still cached (1 = all kept);
         the prompt for a session that waits.
-    num_host_blocks: blocks that a resume would bring back from the host tier.
+    num_host_blocks: blocks that a resume would bring back from the host tier; while it is RESUMING,
+        those that it does.
     num_copied_blocks: leading blocks of a session in the engine that have a copy on the host, so
         that a pause frees them without one (only with KvTiering).
     """

@@ -11,11 +11,12 @@ by the order of release.
 
 Invariant: after `refresh`, the columns num_resume_tokens and num_host_blocks of every paused
 session, and with KvTiering num_copied_blocks of every running one, say what the source knows. That
-costs what has changed since the last call, not what is paused.
+costs what has changed since the last call and what is about to be given up, not what is paused.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 from tokenflow.answers import Counters
@@ -30,8 +31,8 @@ from tokenflow.types import SessionState
 logger = logging.getLogger("tokenflow")
 
 _STARTING = (SessionState.PREFILLING, SessionState.RESUMING)
-_SPARE_WATCHES = 256
-"""Watches of sessions that have ended are tolerated up to twice the sessions and these."""
+_SPARE_ENTRIES = 256
+"""What is kept of sessions that have ended is tolerated up to twice the sessions and this."""
 
 
 class KvWhereabouts:
@@ -51,8 +52,10 @@ class KvWhereabouts:
         self._estimate = CacheEstimate(num_total_blocks)
         self._num_total_blocks = num_total_blocks
         self._pending: dict[int, None] = {}
-        self._paused: dict[int, None] = {}
         self._starting: dict[int, int] = {}
+        self._paused: dict[int, KvLocation] = {}  # as of the last look
+        self._uncounted: dict[int, None] = {}  # on the device; the estimate has them elsewhere
+        self._foreseen: dict[int, None] = {}
         self._mirror = KvMirror(tokens_per_block)
         self._has_salts = False
         self.use(executor)
@@ -76,8 +79,10 @@ class KvWhereabouts:
         self._estimate.clear()
         self._estimate.num_host_blocks = 0
         self._pending.clear()
-        self._paused.clear()
         self._starting.clear()
+        self._paused.clear()
+        self._uncounted.clear()
+        self._foreseen.clear()
         for session in self._table:
             if session.state is SessionState.PREEMPTED:
                 self._table.set_kept(session, session.num_tokens, 0)
@@ -108,7 +113,6 @@ class KvWhereabouts:
         taken to be there."""
         self._table.set_kept(session, 1, 0)
         self._pending[session.handle] = None
-        self._paused[session.handle] = None
 
     def started(self, session: Session) -> None:
         """The session is enqueued: what it finds it takes."""
@@ -117,12 +121,11 @@ class KvWhereabouts:
             self._look_again()
         self._estimate.forget(session.handle)
         self._pending.pop(session.handle, None)
-        self._paused.pop(session.handle, None)
+        self._leave(session.handle)
         num_found = session.num_shared_tokens
         if session.output_token_ids:
             num_found = self._mirror.locate(session.token_ids).num_device_blocks
             num_found *= self._tokens_per_block
-        self._mirror.unwatch(session.handle)
         self._starting[session.handle] = self._table.num_blocks(session.num_tokens - num_found)
 
     def running(self, session: Session) -> None:
@@ -149,39 +152,61 @@ class KvWhereabouts:
         if num_gaps and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "KV events were missed: where earlier KV is kept is estimated from here on "
-                "(kv_event_buffer_max_size bounds what the engine keeps)"
+                "KV events were missed: where earlier KV is kept is estimated until the engine "
+                "tells it anew (kv_event_buffer_max_size bounds what it keeps)"
             )
 
     def refresh(self) -> None:
         """Bring the columns up to date."""
         self.hear()
-        moved = self._estimate.shrink(self._table.num_filled_blocks)
-        if not self.is_mirrored or self._has_salts:
-            self._pending.update(dict.fromkeys(moved))
+        self._starting = {h: n for h, n in self._starting.items() if self._is_starting(h)}
+        self._undo_foreseen()
+        for handle in self._estimate.shrink(self._table.num_filled_blocks):
+            if not self.is_mirrored or self._has_salts:
+                self._pending[handle] = None
+            elif handle in self._paused:
+                self._looked_at(handle, self._paused[handle])
         self._pending.update(dict.fromkeys(self._mirror.changed()))
         for handle in self._pending:
             session = self._table.get(handle)
             if session is None:
-                self._mirror.unwatch(handle)
+                self._leave(handle)
             else:
                 self._update(session)
         self._pending.clear()
         if self.is_mirrored and not self._has_salts:
             self._foresee()
-        self._drop_old_watches()
+        self._drop_old_entries()
 
     def _update(self, session: Session) -> None:
         if session.state is SessionState.PREEMPTED:
             location = self._locate(session)
-            num_tokens = session.num_tokens
-            num_left = max(1, num_tokens - location.num_tokens)
-            self._table.set_kept(session, num_left, location.num_host_blocks)
+            self._looked_at(session.handle, location)
+            self._keep(session, location)
         elif session.state in IN_ENGINE and self._watches_running:
             location = self._mirror.watch(session.handle, session.token_ids)
             self._table.set_copied(session, location.num_copied_blocks)
         else:
-            self._mirror.unwatch(session.handle)
+            self._leave(session.handle)
+
+    def _keep(self, session: Session, location: KvLocation) -> None:
+        num_left = max(1, session.num_tokens - location.num_tokens)
+        self._table.set_kept(session, num_left, location.num_host_blocks)
+
+    def _looked_at(self, handle: int, location: KvLocation) -> None:
+        """A paused session's KV is there; or the estimate has changed its mind about it."""
+        self._paused[handle] = location
+        if location.num_device_blocks and not self._estimate.num_blocks(handle)[0]:
+            self._uncounted[handle] = None
+        else:
+            self._uncounted.pop(handle, None)
+
+    def _leave(self, handle: int) -> None:
+        """The session is not paused, and nothing about it is asked."""
+        self._mirror.unwatch(handle)
+        self._paused.pop(handle, None)
+        self._uncounted.pop(handle, None)
+        self._foreseen.pop(handle, None)
 
     def _locate(self, session: Session) -> KvLocation:
         """By the mirror; where it may have missed something, by what is more; where its tokens may
@@ -209,48 +234,52 @@ class KvWhereabouts:
     def _foresee(self) -> None:
         """Take off what the engine is about to give up for requests that have just been enqueued.
         Ended requests are in the estimate's order only; paused ones that it has lost sight of are
-        the oldest."""
-        self._starting = {h: n for h, n in self._starting.items() if self._is_starting(h)}
+        the oldest. By the last look at each: nothing is looked for here."""
         num_in_engine = self._table.count(*IN_ENGINE)  # each has a block that is not stored yet
         num_free = self._num_total_blocks - self._mirror.num_device_blocks - num_in_engine
         num_wanted = sum(self._starting.values()) - max(0, num_free)
-        if num_wanted <= 0:
-            return
-        known = dict(self._estimate.in_order())
-        for handle in [*(h for h in self._paused if h not in known), *known]:
+        uncounted = ((handle, 0) for handle in self._uncounted)
+        for handle, num_counted in itertools.chain(uncounted, self._estimate.in_order()):
             if num_wanted <= 0:
                 return
-            session = self._table.get(handle)
-            if session is None or session.state is not SessionState.PREEMPTED:
-                num_wanted -= known.get(handle, 0)
+            location = self._paused.get(handle)
+            if location is None:
+                num_wanted -= num_counted
                 continue
-            num_lost = min(num_wanted, self._mirror.locate(session.token_ids).num_device_blocks)
+            num_lost = min(num_wanted, location.num_device_blocks)
             num_wanted -= num_lost
             if num_lost:
-                self._take_off(session, num_lost)
+                self._take_off(handle, location, num_lost)
 
     def _is_starting(self, handle: int) -> bool:
         session = self._table.get(handle)
         return session is not None and session.state in _STARTING
 
-    def _take_off(self, session: Session, num_lost: int) -> None:
-        """So many of its blocks on the device go to the host, or are lost; until it is looked at
-        again."""
-        location = self._mirror.locate(session.token_ids)
+    def _take_off(self, handle: int, location: KvLocation, num_lost: int) -> None:
+        """So many of its blocks on the device go to the host, or are lost; until the next look."""
+        session = self._table.get(handle)
+        if session is None or session.state is not SessionState.PREEMPTED:
+            return
         num_host = location.num_host_blocks + num_lost
         num_left = max(1, session.num_tokens - location.num_tokens)
         if not self.num_host_blocks:
             num_host = 0
             num_left += num_lost * self._tokens_per_block
         self._table.set_kept(session, min(num_left, session.num_tokens), num_host)
-        self._pending[session.handle] = None
+        self._foreseen[handle] = None
 
-    def _drop_old_watches(self) -> None:
+    def _undo_foreseen(self) -> None:
+        for handle in self._foreseen:
+            session, location = self._table.get(handle), self._paused.get(handle)
+            if session is not None and location is not None:
+                self._keep(session, location)
+        self._foreseen.clear()
+
+    def _drop_old_entries(self) -> None:
         """Sessions that ended do not say so here."""
-        num_tolerated = 2 * len(self._table) + _SPARE_WATCHES
+        num_tolerated = 2 * len(self._table) + _SPARE_ENTRIES
         if max(self._mirror.num_watched, len(self._paused)) <= num_tolerated:
             return
-        self._paused = {h: None for h in self._paused if self._table.get(h) is not None}
-        for handle in self._mirror.watched():
+        for handle in [*self._mirror.watched(), *self._paused]:
             if self._table.get(handle) is None:
-                self._mirror.unwatch(handle)
+                self._leave(handle)

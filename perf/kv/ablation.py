@@ -9,6 +9,7 @@ last token.
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -196,16 +197,27 @@ def measure(
     num_runs: int,
     say: Callable[[str], None],
     variants: Sequence[Variant] = VARIANTS,
+    until: float = math.inf,
 ) -> dict[str, Any]:
-    """All runs, and a row per variant; see `summarise`."""
+    """All runs, and a row per variant; see `summarise`. After the first round, none is begun that
+    would end behind `until` (monotonic) if it took as long as the longest so far."""
     runs: list[dict[str, Any]] = []
+    longest_s = 0.0
     for i in range(num_runs):
+        round_start = time.monotonic()
+        if i and round_start + longest_s > until:
+            break
         first = i % len(variants)
         for variant in (*variants[first:], *variants[:first]):
             say(f"burst, run {i + 1} of {num_runs}: {variant.name}")
             runs.append({"run": i, **run_variant(model, burst, variant)})
-    workload = msgspec.to_builtins(burst)
-    return {"workload": workload, "rows": summarise(runs, variants), "runs": runs}
+        longest_s = max(longest_s, time.monotonic() - round_start)
+    return {
+        "workload": msgspec.to_builtins(burst),
+        "rows": summarise(runs, variants),
+        "num_rounds_left_out": num_runs - len(runs) // len(variants),
+        "runs": runs,
+    }
 
 
 _COUNTS = (

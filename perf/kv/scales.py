@@ -5,6 +5,7 @@ Owns the sizes. Those of a GPU are chosen so that everything ends within eight m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -15,12 +16,15 @@ from perf.kv.resumes import ResumeScale
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Of every section. num_runs: of the burst, of each variant."""
+    """Of every section. num_runs: of the burst, of each variant; until: by when (monotonic) they
+    are to end, else there are fewer. num_checked_transfers: before anything is timed."""
 
     resumes: ResumeScale = field(default_factory=ResumeScale)
     copies: CopyScale = field(default_factory=CopyScale)
     burst: Burst = field(default_factory=Burst)
     num_runs: int = 5
+    num_checked_transfers: int = 60
+    until: float = math.inf
 
 
 _QUICK_RESUMES = ResumeScale(contexts=(128, 1024), num_repeats=2, num_recomputes=1)
@@ -44,21 +48,20 @@ _TINY = Scale(burst=_TINY_BURST)
 _TINY_QUICK = Scale(resumes=_QUICK_RESUMES, copies=_QUICK_COPIES, burst=_TINY_BURST, num_runs=1)
 
 _LLAMA_BURST = Burst(
-    num_streams=48,
-    num_prompt_tokens=(768, 1280),
-    num_output_tokens=(96, 144),
+    num_streams=16,
+    num_prompt_tokens=(512, 768),
+    num_output_tokens=(48, 72),
     read_rate=8.0,
-    spread_s=1.0,
-    num_device_blocks=1024,
-    num_host_blocks=2048,
-    max_batch_size=64,
-    max_num_tokens=4096,
+    spread_s=0.5,
+    num_device_blocks=192,
+    num_host_blocks=400,
+    max_batch_size=32,
+    max_num_tokens=2048,
 )
 _LLAMA = Scale(
     resumes=ResumeScale(num_others=15, num_repeats=7),
     copies=CopyScale(num_blocks=128, batch_size=16, context=1024),
     burst=_LLAMA_BURST,
-    num_runs=3,
 )
 _LLAMA_QUICK = Scale(resumes=_QUICK_RESUMES, copies=_QUICK_COPIES, burst=_LLAMA_BURST, num_runs=1)
 

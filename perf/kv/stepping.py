@@ -2,7 +2,8 @@
 
 Owns the engine of a measurement (batcher and KV tiers as they serve, without their thread) and how
 its blocks are taken away: by a request that wants every block that nobody references, which is
-cancelled after its first chunk. Times are this process's clock around whole steps, boundaries
+cancelled after its first chunk, or by such that fill them. These are not computed (filling.py).
+Times are this process's clock around whole steps, boundaries
 included. Invariant: what one measurement takes for granted is looked up (`locate`), and a
 BenchmarkError if it is not so.
 """
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from perf.analysis import BenchmarkError
+from perf.kv.filling import FillingRunner
 from perf.kv.models import TOKENS_PER_BLOCK, Model
 from tokenflow.executor.api import (
     CapacitySchedulerPolicy,
@@ -69,9 +71,10 @@ class SteppedEngine:
     """One engine on a model. stats: both tiers as of the last step; to be closed."""
 
     def __init__(self, model: Model, size: EngineSize) -> None:
-        runner = model.runner()
+        runner = FillingRunner(model.runner(), TOKENS_PER_BLOCK)
         block_bytes = runner.kv_block_bytes(TOKENS_PER_BLOCK)
         self._executor = SteppedExecutor(runner, _config(size, block_bytes))
+        self._fillers = runner.fillers
         self._transport = runner.transport if size.num_host_blocks else None
         self._vocab_size = runner.vocab_size
         self._streams: dict[int, Stream] = {}
@@ -100,16 +103,27 @@ class SteppedEngine:
 
     # -- requests ------------------------------------------------------------------------------
 
-    def start(self, stream: Stream) -> None:
-        """Enqueue all its tokens; it generates until it is cancelled."""
-        request = Request(input_token_ids=tuple(stream.token_ids), max_tokens=_ENDLESS)
+    def start(self, stream: Stream, max_tokens: int = _ENDLESS) -> int:
+        """Enqueue all its tokens; it generates so many more, or until it is cancelled. Returns the
+        request's id."""
+        request = Request(input_token_ids=tuple(stream.token_ids), max_tokens=max_tokens)
         stream.request_id = self._executor.enqueue_request(request)
         self._streams[stream.request_id] = stream
+        return stream.request_id
+
+    def plant(self, stream: Stream) -> None:
+        """Let it come and be cancelled, with KV that nobody computed: it takes as long as any other
+        to copy and to attend to."""
+        self._fillers.add(self.start(stream))
+        self.until_token(stream)
+        self.cancel(stream)
 
     def start_crowd(self, num_streams: int, num_tokens: int) -> None:
         """Streams that generate beside everything else, until the end."""
         for _ in range(num_streams):
             stream = Stream(self.new_prompt(num_tokens))
+            if self._crowd:
+                self.plant(stream)
             self.start(stream)
             self.until_token(stream)
             self._crowd.append(stream)
@@ -122,6 +136,11 @@ class SteppedEngine:
         del self._streams[request_id]  # the token of that step is lost
         stream.request_id = None
         self.step()
+
+    @property
+    def crowd_size(self) -> int:
+        """Streams of the crowd."""
+        return len(self._crowd)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -150,6 +169,20 @@ class SteppedEngine:
 
     # -- where blocks are ----------------------------------------------------------------------
 
+    @property
+    def num_obtainable_blocks(self) -> int:
+        """Device blocks that nobody references."""
+        return self._executor.batcher.kv.num_free_blocks
+
+    def num_empty_blocks(self) -> tuple[int, int]:
+        """Blocks of the device and of the host that hold nothing, not even what is cached."""
+        now = self._executor.batcher.kv.tier_stats()
+        taken = now.num_device_used_blocks + now.num_device_cached_blocks
+        return (
+            now.num_device_blocks - taken - now.num_device_in_transit_blocks,
+            now.num_host_blocks - now.num_host_cached_blocks - now.num_host_in_transit_blocks,
+        )
+
     def locate(self, stream: Stream) -> KvLocation:
         """Where the KV of a stream that does not run is."""
         return self._executor.batcher.kv.ahead.locate(stream.token_ids)
@@ -167,7 +200,15 @@ class SteppedEngine:
                 kv_cache_retention_config=_DISPENSABLE,
             )
         )
+        self._fillers.add(request_id)
         self.step(lambda: self._executor.cancel_request(request_id))
+
+    def fill(self, num_blocks: int) -> None:
+        """Another request comes, fills so many blocks and ends; they stay cached, in place of what
+        was used least recently."""
+        stream = Stream(self.new_prompt(num_blocks * TOKENS_PER_BLOCK))
+        self._fillers.add(self.start(stream, max_tokens=1))
+        self.until_token(stream)
 
     def offload_all(self, stream: Stream) -> None:
         """Copy all blocks of a stream that does not run to the host, beside the crowd's steps."""

@@ -194,7 +194,8 @@ def check_whereabouts(h: Harness) -> None:
                 assert session.num_resume_tokens == num_left
                 assert num_host_blocks[session.slot] == num_host
         else:
-            assert num_host_blocks[session.slot] == 0
+            assert num_host_blocks[session.slot] == session.num_host_blocks
+            assert session.num_host_blocks == 0 or session.state is S.RESUMING  # on the link
 
 
 def _all_is_told(h: Harness) -> bool:
@@ -215,7 +216,7 @@ def _location(h: Harness, session: Session) -> KvLocation:
     if _all_is_told(h):
         kv, token_ids = h.executor.batcher.kv, session.token_ids
         salts = {None} | {request.cache_salt_id for request in h.executor.requests.values()}
-        there = max(kv.locate(token_ids, salt).num_tokens for salt in salts)
+        there = max(kv.ahead.locate(token_ids, salt).num_tokens for salt in salts)
         assert min(mirrored.num_tokens, session.num_tokens - 1) <= there
     if whereabouts._has_salts:  # events do not tell whose tokens they are
         return min(mirrored, estimated, key=lambda location: location.num_tokens)

@@ -84,6 +84,46 @@ def test_the_longest_unseen_beginnings_are_forgotten() -> None:
     assert beginnings.observe((2, 2, 2, 2), None) == 0
 
 
+def test_who_comes_later_shares_too() -> None:
+    beginnings = PromptBeginnings(4)
+    first, second = (1, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 3, 4, 5, 6, 0, 8)
+    beginnings.observe(first, None)
+    assert beginnings.num_shared(first, None) == 0, "not with itself, however often it is asked"
+    assert beginnings.num_shared(first, None) == 0
+    beginnings.observe(second, None)
+    assert beginnings.num_shared(first, None) == beginnings.num_shared(second, None) == 4
+    assert beginnings.num_shared(first, 1) == 0, "another salt is another cache"
+    beginnings.observe(first, None)
+    assert beginnings.num_shared(first, None) == 8
+    assert beginnings.num_shared(second, None) == 4
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=8))
+def test_what_is_shared_by_the_definition(prompts: list[list[int]]) -> None:
+    beginnings = PromptBeginnings(2)
+    for number, prompt in enumerate(prompts):
+        told = beginnings.observe(prompt, None)
+        assert told == max((_num_common(prompt, p) for p in prompts[:number]), default=0)
+    for number, prompt in enumerate(prompts):
+        others = (p for i, p in enumerate(prompts) if i != number)
+        shared = max((_num_common(prompt, p) for p in others), default=0)
+        assert beginnings.num_shared(prompt, None) == shared
+
+
+def _num_common(a: list[int], b: list[int]) -> int:
+    """Leading tokens in whole blocks of 2 that both begin with."""
+    return max(end for end in range(0, len(a) + 1, 2) if a[:end] == b[:end])
+
+
+def test_asking_keeps_a_beginning_in_mind() -> None:
+    beginnings = PromptBeginnings(2, max_blocks=2)
+    for prompt in ((1, 1), (1, 1), (2, 2)):
+        beginnings.observe(prompt, None)
+    assert beginnings.num_shared((1, 1), None) == 2
+    beginnings.observe((3, 3), None)
+    assert beginnings.num_shared((1, 1), None) == 2
+
+
 def _requests(h: Harness) -> list[Request]:
     return list(h.executor.requests.values())
 
@@ -106,6 +146,35 @@ def test_every_enqueue_says_so_and_a_resume_keeps_the_beginning() -> None:
     num_left = 45 - len(resumed.input_token_ids)
     assert num_left < 40
     assert resumed.kv_cache_retention_config == retention_config(4, num_left, is_pausable=True)
+
+
+def test_a_resume_knows_who_came_with_the_same_beginning() -> None:
+    """The first user of a common prompt does not make it its own again, and it stays shared when
+    those who shared it are forgotten."""
+    h = Harness()
+    prompt = (1, 2, 3, 4, 5)
+    first = h.submit(prompt, 40)
+    for _ in range(3):
+        h.step()
+    h.submit(prompt, 3)
+    for _ in range(2):
+        h.pause(first)
+        for _ in range(6):
+            h.step()
+    h.run_to_empty()
+    h.expect_whole(first, prompt, 40)
+    configs = [r.kv_cache_retention_config for r in _requests(h) if r.client_id == first]
+    shared = [_priority_at(c, 0) == SHARED_PRIORITY for c in configs if c is not None]
+    assert shared == [False, True, True]
+
+
+def test_the_baseline_says_what_a_stock_deployment_does() -> None:
+    host = dataclasses.replace(CONFIG, kv_cache_host_memory_bytes=1 << 20)
+    for policy, is_stock in (("fcfs-reserve", True), ("tokenflow", False)):
+        h = Harness(dataclasses.replace(host, scheduling_policy=policy))
+        h.submit()
+        h.run_to_empty()
+        assert [r.kv_cache_retention_config is None for r in _requests(h)] == [is_stock]
 
 
 def test_output_that_nobody_can_resume_is_not_worth_a_copy() -> None:

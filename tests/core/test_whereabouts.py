@@ -136,7 +136,7 @@ def test_kept_then_on_the_host_then_gone(config: ServingConfig) -> None:
     num_tokens = session_of(h, handle).num_tokens
     assert row(h, handle) == (1, 0, 0)
     press(h)
-    truth = h.executor.batcher.kv.locate(session_of(h, handle).token_ids)
+    truth = h.executor.batcher.kv.ahead.locate(session_of(h, handle).token_ids)
     assert truth.num_host_blocks == 4
     num_resume_tokens, num_host_blocks, _ = row(h, handle)
     assert num_resume_tokens == max(1, num_tokens - truth.num_tokens) == 1
@@ -145,7 +145,7 @@ def test_kept_then_on_the_host_then_gone(config: ServingConfig) -> None:
     if config is not TIERED:  # there, what has ended gives way first
         for _ in range(3):
             press(h)
-        assert h.executor.batcher.kv.locate(session_of(h, handle).token_ids).num_tokens == 0
+        assert h.executor.batcher.kv.ahead.locate(session_of(h, handle).token_ids).num_tokens == 0
         assert row(h, handle) == (num_tokens, 0, 0)
     planner_of(h).hold_paused = False
     h.run_to_empty()
@@ -238,12 +238,12 @@ def test_hints_reach_the_engine_and_their_effect_comes_back() -> None:
     h.step()
     h.step()
     asked = h.executor.get_kv_tiering().asked
-    assert asked == [("offload", 8, 2)]
+    assert asked == [("offload", 9, 2)]
     assert row(h, handle)[2] == 2
     planner_of(h).hints = Decision(offload=((slot, 1),))
     h.step()
     h.step()
-    assert asked[1:] == [("offload", 12, 1)], "it ends where the next block does"
+    assert asked[1:] == [("offload", 13, 1)], "with the token behind it: the last is not looked up"
     assert row(h, handle)[2] == 3
     planner_of(h).hold_paused = True
     h.pause(handle)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,15 +23,21 @@ import torch
 
 from perf import kv_tiers, report
 from perf.analysis import BenchmarkError
-from perf.kv import ablation, copies, resumes
+from perf.kv import ablation, content, copies, resumes
 from perf.kv.bursts import VARIANTS, Burst, burst_requests
+from perf.kv.content import NUM_HOST_BLOCKS
+from perf.kv.filling import FillingRunner
 from perf.kv.models import Model, open_model
-from perf.kv.resumes import HOST, WAYS, ResumeScale, Sample
+from perf.kv.resumes import HOST, HOST_FULL, WAYS, ResumeScale, Sample
 from perf.kv.scales import SCALES, Scale
 from perf.kv.stepping import EngineSize, SteppedEngine, Stream
 from perf.kv.tables import goals, markdown, tables, text
 from tokenflow.errors import ConfigError
-from tokenflow.inflight.runner import CopyDirection
+from tokenflow.executor.api import Request
+from tokenflow.inflight.runner import CopyDirection, SequenceChunk
+from tokenflow.inflight.torch_memory import allocate_rows
+from tokenflow.inflight.torch_runs import CopyRun
+from tokenflow.inflight.torch_transport import ArrayMemory, ThreadTransport
 
 pytestmark = pytest.mark.torch
 
@@ -50,6 +57,7 @@ TINY = Scale(
         min_quantum_s=0.02,
     ),
     num_runs=1,
+    num_checked_transfers=20,
 )
 
 
@@ -74,7 +82,7 @@ def result(model: Model) -> dict:
     made = kv_tiers.measure(
         model, TINY, list(kv_tiers.SECTIONS), lambda what: None, lambda r: stored.append(set(r))
     )
-    assert [len(s & set(kv_tiers.SECTIONS)) for s in stored] == [1, 2, 3, 4]
+    assert [len(s & set(kv_tiers.SECTIONS)) for s in stored] == [1, 2, 3, 4, 5]
     return made
 
 
@@ -88,13 +96,16 @@ def test_every_section_runs_and_leaves_nothing(result: dict) -> None:
     for row in result["resumes"]:
         assert row["batch"] == 2
         assert all(row[way]["num_samples"] == 1 and row[way]["seconds"] > 0 for way in WAYS)
-        assert [row[way]["num_tokens"] for way in WAYS[:3]] == [1, 1, 1]
+        assert [row[way]["num_tokens"] for way in WAYS[:4]] == [1, 1, 1, 1]
         assert row["recompute"]["num_tokens"] >= row["context"]
         assert row["host"]["num_blocks"] == -(-row["context"] // 32)
+        assert row["host"]["num_victims"] == 0
+        assert row["host_full"]["num_victims"] >= row["host_full"]["num_blocks"] > 0
         assert [row[way]["num_blocks"] for way in ("device", "prefetched", "recompute")] == [0] * 3
     assert [row["direction"] for row in result["bandwidth"]] == ["offload", "onboard"]
     assert result["steps"]["copied_bytes_per_s"] >= 0
-    assert len(result["goals"]) == 4
+    assert result["content"]["num_transfers"] == 20
+    assert len(result["goals"]) == 5
     names = {thread.name for thread in threading.enumerate()}
     assert not names & {"kv-copies", "inflight-engine", "tokenflow-runtime"}
 
@@ -110,7 +121,7 @@ def test_the_variants_are_what_their_names_say(result: dict) -> None:
 
 
 def test_tables_have_all_of_it_for_terminal_and_document(result: dict, tmp_path: Path) -> None:
-    assert len(tables(result)) == 5
+    assert len(tables(result)) == 6
     shown, document = text(result), markdown(result)
     for variant in VARIANTS:
         assert variant.name in shown
@@ -158,7 +169,14 @@ def test_only_whole_runs_of_the_default_become_the_documents_figures(tmp_path: P
 def test_a_resume_is_measured_in_decode_steps_of_its_moment() -> None:
     def sample(seconds: float, copy_s: float, step_s: float) -> Sample:
         decode_s = (step_s, step_s, 9.0)
-        return Sample(seconds=seconds, copy_s=copy_s, num_blocks=2, num_tokens=1, decode_s=decode_s)
+        return Sample(
+            seconds=seconds,
+            copy_s=copy_s,
+            num_blocks=2,
+            num_victims=0,
+            num_tokens=1,
+            decode_s=decode_s,
+        )
 
     host = [sample(3.0, 1.0, 1.0), sample(9.0, 1.0, 4.0), sample(5.0, 1.0, 4.0)]
     row = resumes.summarise(64, ResumeScale(num_others=3), {HOST: host})
@@ -202,23 +220,46 @@ def test_an_interval_is_that_of_all_runs_and_a_ratio_that_of_its_round() -> None
     assert (other["num_pauses"], other["num_runs"]) == (1.0, 3)
 
 
-def test_goals_are_those_of_the_device_and_of_the_worst_case(result: dict) -> None:
-    def met(device: str, ratio: float, worst: float) -> list[bool]:
+def test_goals_are_those_of_the_device_and_of_the_median(result: dict) -> None:
+    def rows(device: str, ratio: float, middle: float) -> list[dict]:
         changed = {
             **result,
             "environment": {**result["environment"], "device": device},
             "steps": {**result["steps"], "ratio": ratio},
-            "bandwidth": [{"ratio": 0.9}, {"ratio": worst}],
+            "bandwidth": [{"ratio": 0.9}, {"ratio": 0.68}],
             "resumes": [
-                {"host": {"extra_steps": 1.4}, "prefetched": {"steps": 1.1}},
-                {"host": {"extra_steps": 1.6}, "prefetched": {"steps": 1.2}},
+                {
+                    "host": {"extra_steps": host},
+                    "host_full": {"extra_steps": host + 0.2},
+                    "prefetched": {"steps": 1.1},
+                }
+                for host in (1.1, middle, 1.9)
             ],
         }
-        return [row["is_met"] for row in goals(changed)]
+        return goals(changed)
 
-    assert met("cpu", 1.1, 0.85) == [False, True, True, True]
-    assert met("cuda:0", 1.1, 0.79) == [False, True, False, False]
+    def met(*arguments: object) -> list[bool]:
+        return [row["is_met"] for row in rows(*arguments)]
+
+    assert met("cpu", 1.1, 1.4) == [True, False, True, False, True]
+    assert met("cuda:0", 1.1, 1.3) == [True, True, True, False, False]
+    first, *_, bandwidth, _ = rows("cpu", 1.1, 1.4)
+    assert (first["value"], first["worst"]) == (1.4, 1.9)
+    assert (bandwidth["value"], bandwidth["worst"]) == (pytest.approx(0.79), 0.68)
     assert goals({"environment": result["environment"]}) == []
+
+
+def test_rounds_that_would_end_too_late_are_left_out_and_the_result_says_so(
+    model: Model, result: dict
+) -> None:
+    burst = replace(TINY.burst, num_streams=1)
+    made = ablation.measure(
+        model, burst, 3, lambda what: None, VARIANTS[:1], until=time.monotonic()
+    )
+    assert made["num_rounds_left_out"] == 2
+    assert [row["num_runs"] for row in made["rows"]] == [1]
+    assert "2 rounds were left out" in text({**result, "ablation": made})
+    assert "left out." not in text(result)
 
 
 # -- parts -------------------------------------------------------------------------------------
@@ -262,6 +303,74 @@ def test_taking_all_blocks_leaves_a_stream_nothing_but_its_copies(engine: Steppe
     assert engine.stats.num_onboards_completed == 3
 
 
+def test_full_tiers_hold_the_stream_on_the_host_and_nothing_is_empty(model: Model) -> None:
+    scale = ResumeScale(num_others=2, num_repeats=1)
+    size = resumes._size(scale, 70, num_hosted=2, kv_tiering=False)
+    engine = SteppedEngine(model, size)
+    try:
+        bed = resumes._bed(engine, scale, 70, is_full=True)
+        for _ in range(2):
+            resumes._prepare(engine, bed.stream, HOST_FULL)
+            assert engine.num_empty_blocks() == (0, 0)
+            before = engine.stats
+            engine.start(bed.stream)
+            engine.until_token(bed.stream)
+            num_onboards = engine.stats.num_onboards_completed - before.num_onboards_completed
+            assert num_onboards == bed.stream.num_blocks
+            assert engine.stats.num_offloads_completed - before.num_offloads_completed >= 3
+            engine.cancel(bed.stream)
+    finally:
+        engine.close()
+
+
+def test_what_only_fills_blocks_is_not_computed_and_the_others_are(model: Model) -> None:
+    made = []
+    for fills in (False, True):
+        runner = FillingRunner(model.runner(), 32)
+        runner.allocate_kv(6, 32, 0)
+        runner.fillers |= {8, 9}
+        runner.add_request(7, Request(input_token_ids=(5, 6, 7), max_tokens=2))
+        chunks = [SequenceChunk(7, (5, 6, 7), 0, (3,), True, 0)]
+        if fills:
+            filler = SequenceChunk(8, (1,) * 40, 0, (4, 5), True, 0)
+            chunks = [filler, *chunks, SequenceChunk(9, (1,) * 9, 0, (0,), False, 0)]
+        output = runner.forward(chunks)
+        made.append((output.token_ids, output.log_probs))
+        if fills:
+            assert runner.forward([filler]).token_ids == [0]  # alone, it is no work at all
+        runner.remove_request(7)
+        runner.remove_request(8)
+    (tokens, log_probs), filled = made
+    assert filled == ([0, *tokens], [0.0, *log_probs])
+
+
+def test_copies_that_go_astray_are_found(model: Model) -> None:
+    """Each in the pool where it leaves wrong bytes."""
+
+    class Astray(ArrayMemory):
+        wrong_way: CopyDirection | None = None
+
+        def copy(self, direction: CopyDirection, run: CopyRun) -> None:
+            if direction is self.wrong_way and run.host_block == 7:
+                run = CopyRun(run.device_block, run.host_block - 1, run.num_blocks)
+            super().copy(direction, run)
+
+    def check(wrong_way: CopyDirection | None) -> None:
+        pool = torch.zeros((content.NUM_DEVICE_BLOCKS, 64), dtype=torch.uint8)
+        memory = Astray(pool.numpy(), allocate_rows(NUM_HOST_BLOCKS, 64))
+        memory.wrong_way = wrong_way
+        transport = ThreadTransport(memory)
+        try:
+            content.check(pool, transport, 30)
+        finally:
+            transport.close()
+
+    for wrong_way in CopyDirection:
+        with pytest.raises(BenchmarkError, match="wrong bytes"):
+            check(wrong_way)
+    check(None)
+
+
 def test_what_a_way_takes_for_granted_is_looked_up(engine: SteppedEngine) -> None:
     stream = Stream(engine.new_prompt(40))
     engine.start(stream)
@@ -303,23 +412,50 @@ def test_an_unknown_model_is_refused(tmp_path: Path) -> None:
         open_model(str(tmp_path), "cpu", "float32", 1)
 
 
+def _fake_python(folder: Path, lacking: str = "") -> tuple[Path, Path]:
+    """An interpreter that cannot find `lacking`, and the file in which it logs the rest."""
+    python, log = folder / "python", folder / "log"
+    python.write_text(
+        "#!/bin/sh\n"
+        'if [ "$1" = -c ]; then shift 2; for name in "$@"; do\n'
+        f'case " {lacking} " in *" $name "*) echo "$name";; esac; done; exit; fi\n'
+        f'echo "$@" >> {log}\n'
+    )
+    python.chmod(0o755)
+    return python, log
+
+
 @pytest.mark.parametrize(
     ("device", "expected"),
     [
         ("cpu", "--device cpu --model tiny-random --quick --runs 1"),
-        ("cuda", "--device cuda --model llama-3-8b-random --runs 3"),
+        ("cuda", "--device cuda --model llama-3-8b-random --runs 5"),
     ],
 )
 def test_the_script_runs_the_same_command(tmp_path: Path, device: str, expected: str) -> None:
-    python, log = tmp_path / "python", tmp_path / "log"
-    python.write_text(f'#!/bin/sh\necho "$@" >> {log}\n')
-    python.chmod(0o755)
+    python, log = _fake_python(tmp_path)
     environment = {**os.environ, "PYTHON": str(python), "OUT": str(tmp_path), "DEVICE": device}
     subprocess.run([SCRIPT], env=environment, check=True, timeout=30)
-    calls = log.read_text().splitlines()
-    assert calls[-1] == f"-m perf.kv_tiers {expected} --output {tmp_path}/kv_tiers_{device}.json"
-    assert sum(call.startswith("-m pytest") for call in calls) == 1
-    python.write_text("#!/bin/sh\nexit 1\n")
+    tests, command = log.read_text().splitlines()
+    assert tests.startswith("-m pytest")
+    head, tail = command.split(" --limit-s ")
+    limit_s, output = tail.split(" --output ")
+    assert head == f"-m perf.kv_tiers {expected}"
+    assert output == f"{tmp_path}/kv_tiers_{device}.json"
+    assert 400 < int(limit_s) <= 440
+
+
+def test_the_script_brings_what_is_missing_from_wheels_and_goes_on_without_pytest(
+    tmp_path: Path,
+) -> None:
+    python, log = _fake_python(tmp_path, "msgspec tqdm pytest")
+    environment = {**os.environ, "PYTHON": str(python), "OUT": str(tmp_path), "WHEELS": "some/dir"}
+    subprocess.run([SCRIPT], env=environment, check=True, timeout=30)
+    install, command = log.read_text().splitlines()
+    assert install.startswith("-m pip install --quiet --no-index --no-deps --find-links some/dir ")
+    assert install.endswith(" msgspec tqdm")
+    assert command.startswith("-m perf.kv_tiers")
+    python.write_text('#!/bin/sh\n[ "$1" = -c ] && echo msgspec && exit\nexit 1\n')
     failed = subprocess.run([SCRIPT], env=environment, capture_output=True, timeout=30)
     assert failed.returncode == 1
-    assert b"lacks torch" in failed.stderr
+    assert b"lacks msgspec, some/dir too" in failed.stderr

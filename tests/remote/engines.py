@@ -15,7 +15,9 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+from tests.inflight.paces import Timed
 from tokenflow.config import ServingConfig
+from tokenflow.errors import EngineError
 from tokenflow.executor.api import (
     FinishReason,
     InflightBatchingStats,
@@ -150,7 +152,7 @@ class CountingEngine:
             self._ready.append(_response(id, [count], reason, client_id=request.client_id))
             if done:
                 del self._active[id]
-        self._stats.append(_stats(self._iter, len(self._active)))
+        self._stats.append(stats_of(self._iter, len(self._active)))
 
 
 def _response(
@@ -170,7 +172,7 @@ def _response(
     )
 
 
-def _stats(iteration: int, num_active: int) -> IterationStats:
+def stats_of(iteration: int, num_active: int) -> IterationStats:
     return IterationStats(
         iter=iteration,
         iter_latency_ms=0.0,
@@ -365,8 +367,8 @@ def sticky(
 
 class RecordedKv:
     """Event manager and KvTiering in one: each step is one event, each hint the next one, with what
-    was asked as its hashes. `locate` never comes back for the prefix (0,), and answers with the
-    length of any other."""
+    was asked as its hashes, and so is a request for everything anew. `locate` never comes back for
+    the prefix (0,), fails for (1,), and answers with the length of any other."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -388,12 +390,17 @@ class RecordedKv:
     def locate(self, token_ids: Sequence[int], cache_salt_id: int | None = None) -> KvLocation:
         if list(token_ids) == [0]:
             time.sleep(600)
+        if list(token_ids) == [1]:
+            raise EngineError("not today")
         return KvLocation(num_tokens=len(token_ids), num_device_blocks=cache_salt_id or 0)
 
     def offload(
         self, token_ids: Sequence[int], max_blocks: int, cache_salt_id: int | None = None
     ) -> None:
         self.say(KVCacheRemovedData([1, max_blocks, cache_salt_id or 0, *token_ids]))
+
+    def request_snapshot(self) -> None:
+        self.say(KVCacheRemovedData([4]))
 
     def prefetch(self, token_ids: Sequence[int], cache_salt_id: int | None = None) -> None:
         self.say(KVCacheRemovedData([2, cache_salt_id or 0, *token_ids]))
@@ -425,3 +432,14 @@ def with_kv(
 ) -> tuple[KvEngine, EngineInfo]:
     """KV events and KvTiering."""
     return KvEngine(config.scripted_step_s, before_step), _info(config)
+
+
+def slow_copies(
+    config: ServingConfig, *, on_progress: OnProgress, before_step: BeforeStep
+) -> tuple[InflightExecutor, EngineInfo]:
+    """The embedded engine; a block takes 0.6 s between the tiers."""
+    pace = Timed(time.monotonic, time.sleep, 0.6)
+    runner = ScriptedRunner(script_by_name("counting", 1000), 1000, pace=pace)
+    return InflightExecutor(GatedRunner(runner, before_step), config.executor_config()), _info(
+        config
+    )

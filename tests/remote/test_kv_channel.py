@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import signal
@@ -10,15 +11,23 @@ import threading
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
+from tests.remote.engines import stats_of
 from tests.remote.helpers import LIMIT_S, collect, engine, request, tokens, wait_until
 from tokenflow.config import ServingConfig
 from tokenflow.errors import ConfigError, EngineError, EngineLostError
-from tokenflow.executor.api import Executor, Response
+from tokenflow.executor.api import Executor, IterationStats, Response
 from tokenflow.executor.backpressure import ResponseOutbox
-from tokenflow.executor.channel import FrameBuffer, Iteration, decode_from_host
+from tokenflow.executor.channel import (
+    FrameBuffer,
+    Iteration,
+    RequestSnapshot,
+    decode_from_host,
+)
 from tokenflow.executor.factory import create_executor, start_engine
+from tokenflow.executor.host_kv import HostKv
 from tokenflow.executor.kv_api import (
     HOST_LEVEL,
     KVCacheCreatedData,
@@ -27,9 +36,13 @@ from tokenflow.executor.kv_api import (
     KVCacheStoredBlockData,
     KVCacheStoredData,
     KVCacheUpdatedData,
+    KvTierStats,
 )
 from tokenflow.executor.remote import RemoteExecutor
+from tokenflow.executor.remote_kv import RemoteKvEvents
 from tokenflow.inflight.scripted_runner import KV_BYTES_PER_TOKEN
+from tokenflow.inflight.scripts import expected, script_by_name
+from tokenflow.kv_mirror import KvMirror
 
 BLOCK_BYTES = 4 * KV_BYTES_PER_TOKEN
 TIERED = ServingConfig(
@@ -42,6 +55,8 @@ TIERED = ServingConfig(
     kv_cache_host_memory_bytes=8 * BLOCK_BYTES,
     kv_tiering=True,
 )
+
+SCRIPT = script_by_name("counting", 256)
 
 
 def hear(executor: Executor, num: int) -> list[KVCacheEvent]:
@@ -91,7 +106,7 @@ def test_an_engine_without_either_says_so() -> None:
         assert executor.get_kv_tiering() is None
 
 
-def test_events_that_nobody_takes_leave_a_gap() -> None:
+def test_events_that_nobody_takes_leave_a_gap_and_are_asked_for_anew() -> None:
     config = ServingConfig(engine="scripted", kv_event_buffer_max_size=4)
     executor = RemoteExecutor(config, factory="tests.remote.engines:with_kv")
     try:
@@ -106,8 +121,49 @@ def test_events_that_nobody_takes_leave_a_gap() -> None:
         events = manager.get_latest_events(0)
         assert len(events) == 4
         assert [e.event_id for e in events] == list(range(18, 22))
+        collect(executor, [executor.enqueue_request(request(1))])
+        later = hear(executor, 2)
+        collect(executor, [executor.enqueue_request(request(1))])
+        later += hear(executor, 1)
+        assert [e.event_id for e in later] == list(range(22, 25))
+        hashes = [e.data.block_hashes for e in later]
+        assert hashes.count([4]) == 1, "once for one gap"
     finally:
         executor.shutdown()
+
+
+def test_everything_is_asked_for_anew_once_for_each_gap() -> None:
+    asked: list[object] = []
+    takes_hints = [True]
+
+    def send_hint(message: object) -> bool:
+        asked.append(message)
+        return takes_hints[0]
+
+    def say(*ids: int) -> None:
+        kv.take([KVCacheEvent(i, KVCacheRemovedData([i])) for i in ids])
+
+    kv = RemoteKvEvents(10, send_hint)
+    kv.take([KVCacheEvent(0, KVCacheCreatedData([1, 1]))])
+    say(1, 2)
+    kv.get_latest_events(0)
+    assert asked == []
+    say(4, 5)  # on the way, or over there
+    kv.get_latest_events(0)
+    kv.get_latest_events(0)
+    assert asked == [RequestSnapshot()]
+    say(*range(6, 17))  # one more than waits here
+    takes_hints[0] = False
+    kv.get_latest_events(0)
+    kv.get_latest_events(0)
+    takes_hints[0] = True
+    kv.get_latest_events(0)
+    kv.get_latest_events(0)
+    assert len(asked) == 4, "until it can be sent"
+    say(18)
+    kv.take([KVCacheEvent(19, KVCacheCreatedData([1, 1]))])
+    kv.get_latest_events(0)
+    assert len(asked) == 4, "told without being asked"
 
 
 def test_waiting_for_events_ends_with_an_event_the_time_or_the_engine() -> None:
@@ -151,7 +207,17 @@ def test_a_question_that_is_not_answered_ends() -> None:
             tiering.locate((0,))
 
 
-def test_hints_are_dropped_before_requests_are_refused() -> None:
+def test_a_question_that_fails_over_there_fails_here_and_the_next_one_is_answered() -> None:
+    with engine("with_kv") as executor:
+        tiering = executor.get_kv_tiering()
+        assert tiering is not None
+        for _ in range(2):
+            with pytest.raises(EngineError, match="not today"):
+                tiering.locate((1,))
+            assert tiering.locate((1, 2)).num_tokens == 2
+
+
+def test_hints_are_dropped_before_requests_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     with engine("with_kv", max_backlog_bytes=4 << 20) as executor:
         tiering = executor.get_kv_tiering()
         assert tiering is not None
@@ -161,17 +227,22 @@ def test_hints_are_dropped_before_requests_are_refused() -> None:
             start = time.monotonic()
             for _ in range(400):
                 tiering.prefetch([1] * 5000)
-            assert tiering.num_hints_dropped > 100
+            assert [r.getMessage() for r in caplog.records] == [
+                "hints about KV are left out: the engine does not read its commands fast enough"
+            ]
             id = executor.enqueue_request(request(3))
             assert time.monotonic() - start < LIMIT_S
         finally:
             os.kill(executor.pid, signal.SIGCONT)
         assert tokens(collect(executor, [id]), id) == [0, 1, 2]
-        num_sent = 400 - tiering.num_hints_dropped
-        hints = [e for e in hear(executor, num_sent) if e.data.block_hashes[0] == 2]
-        assert len(hints) == num_sent
-        tiering.prefetch([2**70])
-        assert tiering.num_hints_dropped == 401 - num_sent
+        tiering.prefetch([2**70])  # no message at all
+        tiering.drop_host([9])
+        heard: list[KVCacheEvent] = []
+        while not heard or heard[-1].data != KVCacheRemovedData([3, 0, 9]):
+            heard += hear(executor, 1)
+        num_hints = sum(e.data == KVCacheRemovedData([2, 0] + [1] * 5000) for e in heard)
+        assert 10 < num_hints < 300
+        assert len(caplog.records) == 1
 
 
 def _fails_with(kind: type[Exception], call: object, *arguments: object) -> None:
@@ -254,6 +325,91 @@ def test_hints_move_blocks_of_the_embedded_engine(in_process: bool) -> None:
         assert tiering.locate(all_tokens).num_copied_blocks == 2
     finally:
         executor.shutdown()
+
+
+def test_what_the_proxy_dropped_is_known_again() -> None:
+    """The events of a long run that nobody took; then the mirror is the engine's tree again."""
+    config = dataclasses.replace(TIERED, kv_event_buffer_max_size=60)
+    executor = start_engine(config)
+    try:
+        manager, tiering = executor.get_kv_cache_event_manager(), executor.get_kv_tiering()
+        assert manager is not None
+        assert tiering is not None
+        mirror = KvMirror(config.tokens_per_block)
+        mirror.apply(hear(executor, 1))
+        for i in range(40):
+            _finish(executor, executor.enqueue_request(request(10, first=i)))
+        mirror.apply(manager.get_latest_events(0))
+        assert not mirror.is_complete
+
+        def is_known() -> bool:
+            _finish(executor, executor.enqueue_request(request(10)))
+            mirror.apply(manager.get_latest_events(0))
+            return mirror.is_complete
+
+        wait_until(is_known)
+        assert mirror.num_gaps == 1
+        whole = [1, 2, 3, *expected(SCRIPT, [1, 2, 3], 10)[0]]
+        assert tiering.locate(whole).num_tokens == mirror.locate(whole[:-1]).num_tokens == 12
+    finally:
+        executor.shutdown()
+
+
+def test_at_idle_the_last_statistics_have_nothing_on_its_way() -> None:
+    """Though the copies take longer than the engine's process looks after a hint."""
+    executor = RemoteExecutor(TIERED, factory="tests.remote.engines:slow_copies")
+    try:
+        _finish(executor, executor.enqueue_request(request(10)))
+        tiering = executor.get_kv_tiering()
+        assert tiering is not None
+        tiering.offload([1, 2, 3, *expected(SCRIPT, [1, 2, 3], 10)[0]], 2)
+        stats: list[IterationStats] = []
+
+        def num_in_transit() -> int:
+            stats.extend(executor.get_latest_iteration_stats())
+            tiers = stats[-1].kv_tier_stats if stats else None
+            return tiers.num_host_in_transit_blocks if tiers is not None else -1
+
+        wait_until(lambda: num_in_transit() == 2)
+        wait_until(lambda: num_in_transit() == 0)
+        copied = [e for e in hear(executor, 2) if isinstance(e.data, KVCacheUpdatedData)]
+        assert [e.data.has_host_copy for e in copied] == [True] * 2
+    finally:
+        executor.shutdown()
+
+
+class IdleEngine:
+    """Has nothing to say."""
+
+    def get_kv_cache_event_manager(self) -> None:
+        return None
+
+    def get_kv_tiering(self) -> None:
+        return None
+
+
+def _stats(num_in_transit: int) -> IterationStats:
+    tiers = KvTierStats(
+        block_bytes=1,
+        num_device_blocks=8,
+        num_device_used_blocks=0,
+        num_device_cached_blocks=0,
+        num_device_in_transit_blocks=0,
+        num_host_blocks=8,
+        num_host_cached_blocks=0,
+        num_host_in_transit_blocks=num_in_transit,
+    )
+    return msgspec.structs.replace(stats_of(1, 0), kv_tier_stats=tiers)
+
+
+def test_an_idle_engine_is_looked_at_while_its_copies_run_and_not_longer() -> None:
+    kv = HostKv(IdleEngine(), lambda located: None)
+    assert not kv.expects_more([])
+    assert kv.expects_more([_stats(0), _stats(2)])
+    for _ in range(100):
+        assert kv.expects_more([])
+    assert not kv.expects_more([_stats(2), _stats(0)])
+    assert not kv.expects_more([])
 
 
 def _finish(executor: Executor, id: int) -> None:

@@ -32,11 +32,21 @@ from tokenflow.types import (
 FOLDER = Path(__file__).parent / "golden"
 POLICY = TokenflowPolicy()
 _POOL_BOUND = SimEngine(capacity_policy="max_utilization", num_total_blocks=48, max_batch_size=16)
+_TIERED = SimEngine(
+    capacity_policy="max_utilization",
+    num_total_blocks=64,
+    num_host_blocks=200,
+    copy_bytes_per_s=2e8,  # 5 ms a block; computing one takes 12 ms
+    kv_tiering=True,
+)
+_FAST = demo(num_newcomers=10, rate=8.0)
 SCENARIOS = {
     "demo": (demo(), SimEngine()),
     "machines": (machines(demo(), 2), SimEngine()),
     "pool_bound": (demo(), _POOL_BOUND),
     "overload": (sustained(1.5, num=30), SimEngine()),
+    "tiers_by_rules": (_FAST, dataclasses.replace(_TIERED, kv_tiering=False)),
+    "tiers_told": (_FAST, _TIERED),
 }
 _PER_REASON = 3
 
@@ -103,16 +113,18 @@ def encode_decision(decision: Decision) -> dict[str, Any]:
 
 
 def record(name: str) -> list[dict[str, Any]]:
-    """The first few moments of a scenario for each set of reasons, and one empty decision."""
+    """The first few moments of a scenario for each set of reasons, and one empty decision; what is
+    computed although it could be loaded is a reason too."""
     requests, engine = SCENARIOS[name]
+    limit = 1 if engine.kv_tiering else _PER_REASON  # copies go with any other reason
     seen: dict[tuple[str, ...], int] = {}
     kept: list[dict[str, Any]] = []
 
     def keep(snapshot: Snapshot) -> Decision:
         decision = plan(snapshot, POLICY)
-        reasons = tuple(sorted(set(decision.why.values())))
+        reasons = (*sorted(set(decision.why.values())), *["recompute"][: len(decision.recompute)])
         seen[reasons] = seen.get(reasons, 0) + 1
-        if seen[reasons] > (_PER_REASON if reasons else 1):
+        if seen[reasons] > (limit if reasons else 1):
             return decision
         data = encode_snapshot(snapshot)
         decoded = plan(decode_snapshot(data), POLICY)

@@ -8,6 +8,9 @@ import pytest
 
 from tests.scheduler.golden import FOLDER, POLICY, SCENARIOS, decode_snapshot, encode_decision
 from tokenflow.scheduler import plan
+from tokenflow.types import SessionState
+
+RESUMING = SessionState.RESUMING
 
 
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
@@ -33,4 +36,23 @@ def test_the_files_cover_every_kind_of_decision() -> None:
         "balance",
         "for balance",
         "growth",
+        "prefetch",
+        "write-through",
     }
+
+
+@pytest.mark.parametrize(("name", "has_tiering"), [("tiers_by_rules", False), ("tiers_told", True)])
+def test_both_ways_to_use_a_host_tier_are_covered(name: str, has_tiering: bool) -> None:
+    """Blocks are loaded in both; only an engine that can be told is, and computes what it could
+    load."""
+    entries = json.loads((FOLDER / f"{name}.json").read_text())
+    told = ("recompute", "prefetch", "offload")
+    for part in told:
+        assert any(entry["decision"].get(part) for entry in entries) is has_tiering, part
+    loading = 0
+    for entry in entries:
+        snap = decode_snapshot(entry["snapshot"])
+        assert snap.kv.num_host_blocks == 200
+        assert snap.kv.has_tiering is has_tiering
+        loading += bool(snap.sessions.num_host_blocks[snap.sessions.state == RESUMING].any())
+    assert loading, "a resume that loads shows what it has on the link"

@@ -32,7 +32,7 @@ def sessions(draw, capacity_policy):
     needed = final if capacity_policy is NO_EVICT else now_blocks
     num_resume_tokens = draw(st.integers(1, num_prompt + num_generated))
     kept = (num_prompt + num_generated - num_resume_tokens) // 32
-    on_host = draw(st.integers(0, kept)) if state is S.PREEMPTED else 0
+    on_host = draw(st.integers(0, kept)) if state in (S.PREEMPTED, S.RESUMING) else 0
     copied = draw(st.integers(0, (num_prompt + num_generated - 1) // 32))
     return {
         "state": state,
@@ -53,7 +53,7 @@ def sessions(draw, capacity_policy):
         "num_blocks_final": final,
         "num_resume_tokens": num_resume_tokens,
         "num_host_blocks": on_host,
-        "num_copied_blocks": copied if state in IN_ENGINE else 0,
+        "num_copied_blocks": copied if state in (S.RUNNING, S.PAUSING) else 0,
         "num_pauses": draw(st.integers(0, 5)),
     }
 
@@ -268,6 +268,25 @@ def test_copies_ahead_of_need_stay_within_the_link_and_the_free_room(snap: Snaps
         wanted = int(s.num_host_blocks[rows_of(snap, decision.prefetch)].sum())
         assert within_budget(snap, pause, placed)
         assert wanted <= free_after(snap, pause, placed)
+
+
+@settings(max_examples=300)
+@given(snap=snapshots(tiers=(2,)))
+def test_copies_ahead_of_need_leave_the_host_to_the_paused(snap: Snapshot) -> None:
+    """All KV of streams that are out after the plan, and the copies of those in the engine."""
+    decision, s = plan(snap, POLICY), snap.sessions
+    if not decision.offload:
+        return
+    num_kept = 0
+    for i in range(len(s)):
+        if s.state[i] in (S.PREEMPTED, S.PAUSING) or s.slot[i] in decision.pause:
+            num_kept += -(-int(s.num_prompt_tokens[i] + s.num_generated[i]) // 32)
+        elif s.state[i] == S.RESUMING:
+            num_kept += int(s.num_host_blocks[i])
+        else:
+            num_kept += int(s.num_copied_blocks[i])
+    num_asked = sum(num_blocks for _, num_blocks in decision.offload)
+    assert num_kept + num_asked <= snap.kv.num_host_blocks
 
 
 def free_after(snap: Snapshot, pause: list[int], placed: list[int]) -> int:

@@ -71,6 +71,14 @@ def test_policies_come_from_the_configuration() -> None:
     assert policy_from_config(fcfs) == FcfsReservePolicy()
 
 
+def test_copies_ahead_of_need_need_somebody_who_says_which() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServingConfig(scheduling_policy="fcfs-reserve", kv_tiering=True)
+    assert caught.value.key == "kv_tiering"
+    assert "scheduling_policy" in str(caught.value)
+    assert ServingConfig(scheduling_policy="tokenflow", kv_tiering=True).kv_tiering
+
+
 @pytest.mark.parametrize(
     ("policy", "chunks", "asked", "got"),
     [

@@ -22,8 +22,9 @@ from tests.torch.transport_driving import (
 from tokenflow.errors import CapacityError, InternalError
 from tokenflow.inflight.runner import CopyDirection, TierCopy
 from tokenflow.inflight.torch_cuda import pin
+from tokenflow.inflight.torch_runs import CopyRun
 from tokenflow.inflight.torch_streams import Mark, StreamTransport
-from tokenflow.inflight.torch_transport import ArrayMemory, CopyRun
+from tokenflow.inflight.torch_transport import ArrayMemory
 
 pytestmark = pytest.mark.torch
 

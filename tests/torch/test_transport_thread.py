@@ -26,14 +26,8 @@ from tests.torch.transport_driving import (
 from tokenflow.errors import InternalError
 from tokenflow.inflight.runner import CopyDirection, TierCopy
 from tokenflow.inflight.torch_memory import ByteRows, allocate_rows
-from tokenflow.inflight.torch_transport import (
-    ArrayMemory,
-    CopyRun,
-    ThreadTransport,
-    TierMemory,
-    plan_runs,
-    split_runs,
-)
+from tokenflow.inflight.torch_runs import CopyRun, plan_runs, split_runs
+from tokenflow.inflight.torch_transport import ArrayMemory, ThreadTransport, TierMemory
 
 pytestmark = pytest.mark.torch
 
@@ -91,22 +85,37 @@ def test_runs_make_exactly_the_copies_and_are_maximal(copies: Action) -> None:
 
 
 @settings(max_examples=80, deadline=None)
-@given(data=st.lists(st.tuples(actions(), st.booleans()), max_size=12))
+@given(
+    data=st.lists(st.tuples(actions(), st.booleans(), st.integers(0, 40)), max_size=12),
+    pauses=st.lists(st.sampled_from([0.0, 0.0, 0.0005]), min_size=1, max_size=5),
+)
 def test_any_sequence_of_transfers_leaves_what_copies_in_order_leave(
-    data: list[tuple[Action, bool]],
+    data: list[tuple[Action, bool, int]], pauses: list[float]
 ) -> None:
+    """Whoever is waited for, and however the thread comes along meanwhile."""
     device, host = new_pools()
     want_device, want_host = device.copy(), host.copy()
-    with opened(ArrayMemory(device, host)) as transport:
+    pause = itertools.cycle(pauses)
+
+    def dawdle(run: CopyRun) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(next(pause))
+
+    with opened(HookedMemory(device, host, dawdle)) as transport:
         transfers = []
-        for action, waits in data:
+        for action, waits, earlier in data:
             transfers.append(transport.start(*action))
             apply(action, want_device, want_host)
             if waits:
                 transfers[-1].wait()
                 assert transfers[-1].is_done()
-                np.testing.assert_array_equal(device, want_device)
-                np.testing.assert_array_equal(host, want_host)
+                for copy in action[1]:  # of both, nobody else has touched them since
+                    for got, want, block in (
+                        (device, want_device, copy.device_block),
+                        (host, want_host, copy.host_block),
+                    ):
+                        np.testing.assert_array_equal(got[block], want[block])
+            transfers[earlier % len(transfers)].wait()
     # close() finished what was under way
     assert all(transfer.is_done() and transfer.error is None for transfer in transfers)
     np.testing.assert_array_equal(device, want_device)
@@ -146,6 +155,71 @@ def test_start_and_is_done_do_not_block_and_transfers_keep_their_order() -> None
     assert order == [3, 1, 2]
     assert transfers[2].waited_s > 0
     assert transfers[0].seconds > 0.04
+
+
+def test_the_directions_take_turns_and_only_shared_blocks_hold_one_up() -> None:
+    device, host = new_pools()
+    gate = threading.Event()
+    order: list[tuple[int, int]] = []
+
+    def hold(run: CopyRun) -> None:
+        gate.wait(20)
+        order.append((run.device_block, run.host_block))
+
+    with opened(HookedMemory(device, host, hold)) as transport:
+        for direction, copy in (
+            (OFFLOAD, (0, 0)),
+            (OFFLOAD, (1, 1)),
+            (OFFLOAD, (2, 2)),
+            (ONBOARD, (3, 3)),
+            (ONBOARD, (4, 2)),  # what the third one copies
+            (ONBOARD, (5, 4)),
+        ):
+            last = transport.start(direction, [TierCopy(*copy)])
+        gate.set()
+        deadline = time.monotonic() + 20
+        while not last.is_done() and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert order == [(0, 0), (3, 3), (1, 1), (2, 2), (4, 2), (5, 4)]
+
+
+def test_whoever_waits_makes_what_that_needs_and_nothing_else() -> None:
+    """A long write-through is under way when a step needs three blocks back."""
+    num_offloads = 40
+    device = np.zeros((num_offloads + 3, BLOCK_BYTES), np.uint8)
+    host = np.arange(num_offloads + 3, dtype=np.uint8)[:, None].repeat(BLOCK_BYTES, axis=1)
+    device[7] = 77
+    mine: list[tuple[int, int]] = []
+    of_thread: list[CopyRun] = []
+
+    def be_slow(run: CopyRun) -> None:
+        if threading.current_thread() is threading.main_thread():
+            mine.append((run.device_block, run.host_block))
+        else:
+            of_thread.append(run)
+            time.sleep(0.02)
+
+    with opened(HookedMemory(device, host, be_slow)) as transport:
+        out = [transport.start(OFFLOAD, [TierCopy(i, i)]) for i in range(num_offloads)]
+        spare = range(num_offloads, num_offloads + 3)
+        other = transport.start(ONBOARD, [TierCopy(9, 9)])
+        needed = transport.start(
+            ONBOARD, [TierCopy(spare[0], 41), TierCopy(spare[1], 7), TierCopy(spare[2], 42)]
+        )
+        num_before = len(of_thread)
+        needed.wait()
+        assert len(of_thread) - num_before <= 2  # it stands aside
+        assert needed.is_done()
+        assert set(mine) <= {(7, 7), (40, 41), (41, 7), (42, 42)}
+        assert out[7].is_done()
+        assert not out[-1].is_done()
+        assert [int(device[i, 0]) for i in spare] == [41, 77, 42]
+        # The thread goes on with the rest by itself.
+        deadline = time.monotonic() + 20
+        while not (out[-1].is_done() and other.is_done()) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert all(transfer.is_done() for transfer in (*out, other))
+        assert set(mine) <= {(7, 7), (40, 41), (41, 7), (42, 42)}
 
 
 def test_whoever_waits_makes_copies_while_the_thread_is_slow() -> None:
@@ -229,6 +303,7 @@ def test_a_failed_copy_fails_its_transfer_only(error: Exception) -> None:
         untouched = host[4].copy()
         failed = transport.start(OFFLOAD, [TierCopy(5, 0), TierCopy(1, 2), TierCopy(0, 4)])
         later = transport.start(OFFLOAD, [TierCopy(3, 3)])
+        failed.wait()
         later.wait()
         assert failed.is_done()
         assert failed.error == (str(error) or "MemoryError")

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import pytest
+
 from tokenflow.answers import Counters
+from tokenflow.config import ServingConfig
+from tokenflow.executor.factory import start_engine
 from tokenflow.executor.kv_api import KvTierStats
-from tokenflow.runtime import RuntimeGauges
+from tokenflow.inflight.scripted_runner import KV_BYTES_PER_TOKEN
+from tokenflow.runtime import Runtime, RuntimeGauges
 from triton_backend.kv_metrics import KV_COUNTERS, KV_GAUGES, kv_values
 
 TIERS = KvTierStats(
@@ -27,6 +34,34 @@ def test_the_states_of_a_tier_are_the_tier() -> None:
     assert host == [7, 2, 11]
     assert values["host_total"] == sum(host)
     assert (values["device_bytes"], values["host_bytes"]) == (1000, 2000)
+
+
+CONFIG = ServingConfig(engine="scripted", tokens_per_block=8, max_tokens_in_paged_kv_cache=80)
+BLOCK_BYTES = 8 * KV_BYTES_PER_TOKEN
+
+
+@pytest.mark.parametrize("engine_process", [False, True])
+@pytest.mark.parametrize(
+    ("num_bytes", "num_blocks"), [(BLOCK_BYTES - 1, 0), (0, 0), (12 * BLOCK_BYTES + 5, 12)]
+)
+def test_the_size_of_the_host_tier_is_known_after_loading(
+    num_bytes: int, num_blocks: int, engine_process: bool
+) -> None:
+    """Before any request came."""
+    config = dataclasses.replace(
+        CONFIG, kv_cache_host_memory_bytes=num_bytes, engine_process=engine_process
+    )
+    executor = start_engine(config)
+    try:
+        gauges = Runtime(executor, config, emit=lambda event: None).gauges()
+    finally:
+        executor.shutdown()
+    values = kv_values(gauges)
+    assert values["host_total"] == values["host_free"] == num_blocks
+    assert values["host_bytes"] == num_blocks * BLOCK_BYTES
+    assert values["device_bytes"] == 10 * BLOCK_BYTES
+    assert values["num_used_blocks"] == values["device_cached"] == 0
+    assert not any(values[f"{name}_bytes"] for name in ("offloaded", "onboarded"))
 
 
 def test_bytes_and_shares_follow_the_counters() -> None:

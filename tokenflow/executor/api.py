@@ -88,7 +88,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     TensorRT-LLM; the embedded engine has no build step, so they are given here.
 
     Ours: kv_tiering, the host tier is driven from above (`kv_api.KvTiering`) and keeps its copies;
-    overlap_copies, those copies run beside the steps; max_copy_bytes_in_flight, their bound.
+    overlap_copies, those copies run beside the steps; max_copy_bytes_in_flight, their bound (but
+    one block may always be on its way).
     """
 
     scheduler_config: SchedulerConfig = SchedulerConfig()

@@ -104,6 +104,10 @@ class Locate(msgspec.Struct, frozen=True, tag="locate"):
     cache_salt_id: int | None
 
 
+class RequestSnapshot(msgspec.Struct, frozen=True, tag="request_snapshot"):
+    """KV events were lost on the way: see `KVCacheSnapshots`."""
+
+
 class Ack(msgspec.Struct, frozen=True, tag="ack"):
     """Every iteration message up to `seq` was taken by the proxy's caller."""
 
@@ -143,14 +147,15 @@ class Iteration(msgspec.Struct, frozen=True, tag="iteration"):
 
 
 class Located(msgspec.Struct, frozen=True, tag="located"):
-    """The answer to a Locate."""
+    """The answer to a Locate. error: why there is none."""
 
     question: int
-    location: KvLocation
+    location: KvLocation | None
+    error: str = ""
 
 
 TieringHint = Offload | Prefetch | DropHost
-ToHost = Setup | Enqueue | Cancel | TieringHint | Locate | Ack | Shutdown
+ToHost = Setup | Enqueue | Cancel | TieringHint | Locate | RequestSnapshot | Ack | Shutdown
 FromHost = Progress | Ready | Failed | Iteration | Located
 
 _to_host_decoder = msgspec.msgpack.Decoder(ToHost)

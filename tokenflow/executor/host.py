@@ -8,7 +8,7 @@ Invariants:
 - Dies with its parent: the kernel kills it when the thread that created it ends, and the end of the
   channel ends it at once, in whatever state it is.
 - Idle means blocked: no polling while the engine has no request, but for a moment after a hint
-  about KV, which an idle engine may act on.
+  about KV, which an idle engine may act on, and while its copies between the tiers run.
 - An engine that fails for good (it takes no more requests) takes this process with it. What it had
   computed leaves first; its error responses do not, because no request is at fault: the end of
   the process is what tells the proxy, and the last line of the output tells why.
@@ -50,6 +50,7 @@ from tokenflow.executor.channel import (
     Locate,
     Progress,
     Ready,
+    RequestSnapshot,
     Setup,
     Shutdown,
     TieringHint,
@@ -167,7 +168,8 @@ class EngineHost:
             if failed:
                 _report(errors[-1] if errors else "the engine takes no more requests")
                 return EXIT_ENGINE_FAILED
-            settled = is_quiet and self._ids.empty() and not self._kv.expects_more()
+            expects_more = self._kv.expects_more(stats) or not self._ids.empty()
+            settled = is_quiet and not expects_more
 
     def _pull(
         self,
@@ -215,6 +217,8 @@ class EngineHost:
             self._busy.set()
         elif isinstance(message, Locate):
             self._kv.ask(message)
+        elif isinstance(message, RequestSnapshot):
+            self._kv.request_snapshot()
         else:
             raise EngineError(f"unexpected {type(message).__name__}")
 

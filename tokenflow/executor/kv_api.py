@@ -8,6 +8,10 @@ something else, and comes back only when a request matches it.
 What callers rely on:
 - events become visible once per iteration, in order, with consecutive ids; the oldest are discarded
   when the buffer is full, so a gap in the ids means that a mirror must be rebuilt;
+- after such a loss our engines tell everything anew, unless it takes more than half of the buffer:
+  once the reader has taken what was left, the next iteration gives Created, Stored for all that can
+  be found, and Updated for each copy on the host. TensorRT-LLM does not: there a mirror learns what
+  is stored from then on, and the rest stays unknown;
 - a block is named by a hash chained over its parent's, so equal hashes mean equal histories;
 - partial blocks are reported as stored too.
 """
@@ -15,7 +19,7 @@ What callers rely on:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -24,7 +28,8 @@ HOST_LEVEL = 1
 
 
 class KVCacheCreatedData(msgspec.Struct, frozen=True, tag="created"):
-    """The pools were made. num_blocks_per_cache_level: [device, host]."""
+    """The pools were made, or (ours) all that is in them follows: what was known before is void.
+    num_blocks_per_cache_level: [device, host]."""
 
     num_blocks_per_cache_level: list[int]
 
@@ -72,9 +77,7 @@ class KVCacheUpdatedData(msgspec.Struct, frozen=True, tag="updated"):
     has_host_copy: bool | None = None
 
 
-KVCacheEventData = (
-    KVCacheCreatedData | KVCacheStoredData | KVCacheRemovedData | KVCacheUpdatedData
-)
+KVCacheEventData = KVCacheCreatedData | KVCacheStoredData | KVCacheRemovedData | KVCacheUpdatedData
 
 
 class KVCacheEvent(msgspec.Struct, frozen=True):
@@ -95,6 +98,16 @@ class KVCacheEventManager(Protocol):
         ...
 
 
+@runtime_checkable
+class KVCacheSnapshots(Protocol):
+    """What an event manager of ours can do besides, for a reader that lost events on the way."""
+
+    def request_snapshot(self) -> None:
+        """Have everything told anew at the next iteration for which the reader has taken all
+        events. Never waits; any thread may call it."""
+        ...
+
+
 class KvTierStats(msgspec.Struct, frozen=True, kw_only=True):
     """Both tiers at the end of an iteration (ours; TensorRT-LLM's statistics do not tell).
 
@@ -105,6 +118,7 @@ class KvTierStats(msgspec.Struct, frozen=True, kw_only=True):
     for copies; the rest was hidden behind computing.
     num_host_evicted_blocks: host blocks given up because another one needed the room.
     num_host_full: blocks that were not copied because the host tier had no room for them.
+    last_copy_error: why a copy failed last.
     """
 
     block_bytes: int
@@ -126,6 +140,22 @@ class KvTierStats(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float = 0.0
     num_host_evicted_blocks: int = 0
     num_host_full: int = 0
+    last_copy_error: str = ""
+
+
+@runtime_checkable
+class KvPools(Protocol):
+    """What an engine may say of its pools as soon as it is made (ours); of one that does not, it is
+    known with the first iteration.
+
+    num_host_blocks: blocks of the host tier, 0 without one. block_bytes: KV of one block.
+    """
+
+    @property
+    def num_host_blocks(self) -> int: ...
+
+    @property
+    def block_bytes(self) -> int: ...
 
 
 class KvLocation(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,13 +174,17 @@ class KvLocation(msgspec.Struct, frozen=True, kw_only=True):
 
 class KvTiering(Protocol):
     """Moves KV between the tiers ahead of need. Prefixes are named by their tokens, the key of
-    block reuse. Calls never block; they take effect at the next iteration boundary, in order with
-    enqueues and cancels, and what cannot be done then (no room, nothing there, too many bytes on
-    their way) is left out and counted, never an error. Copies run beside the steps."""
+    block reuse. Hints never block. At the next iteration boundary cancels come first, all of them,
+    then the hints in the order in which they were given (of a flood, some wait for the next
+    boundary), and then requests get their blocks. What cannot be done then (no room, nothing there,
+    too many bytes on their way) is left out, never an error; `KvTierStats.num_host_full` counts the
+    blocks for which the host had no room. Copies run beside the steps."""
 
     def locate(self, token_ids: Sequence[int], cache_salt_id: int | None = None) -> KvLocation:
-        """Where the KV of the beginning of `token_ids` is, as of the last iteration. May take as
-        long as a step: not for a loop that must not wait."""
+        """Where the KV of the beginning of `token_ids` is, as of the next iteration boundary. May
+        take as long as a step: not for a loop that must not wait. Raises EngineLostError at once
+        when the engine fails or is gone, RuntimeError when it is shut down before it answers,
+        EngineError when it does not answer in time."""
         ...
 
     def offload(

@@ -97,7 +97,8 @@ class RemoteExecutor:
             maxlen=config.executor_config().iter_stats_max_iterations
         )
         self._kv_events = RemoteKvEvents(
-            config.executor_config().kv_cache_config.event_buffer_max_size
+            config.executor_config().kv_cache_config.event_buffer_max_size,
+            lambda message: self._link.send_hint(message),
         )
         self._unfinished: dict[int, int | None] = {}  # request id -> client_id
         self._cancelled: set[int] = set()
@@ -242,6 +243,16 @@ class RemoteExecutor:
         """What the engine said about itself when it was ready."""
         assert self._startup.info is not None
         return self._startup.info
+
+    @property
+    def num_host_blocks(self) -> int:
+        """See kv_api.KvPools."""
+        return self.info.num_host_blocks
+
+    @property
+    def block_bytes(self) -> int:
+        """See kv_api.KvPools."""
+        return self.info.block_bytes
 
     @property
     def pid(self) -> int:

@@ -55,7 +55,6 @@ from tokenflow.inflight.sequence import SequenceState
 from tokenflow.inflight.tiering import KvCommand
 from tokenflow.inflight.token_budget import PlannedChunk, TokenBudget
 
-
 _MAX_COMMANDS = 256
 """KV commands carried out at one boundary: a flood of hints must not hold up who computes."""
 

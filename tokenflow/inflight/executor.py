@@ -189,6 +189,7 @@ class InflightExecutor:
     def _step_until_end(self) -> None:
         """Step while there is work, until shutdown or until the runner fails again and again."""
         while self._wait_for_work():
+            had_flights = self._batcher.kv.has_flights
             self._publish(self._batcher.begin_step(self._clock.now()), None)
             self._batcher.forward()
             self._take_inbox()
@@ -200,7 +201,10 @@ class InflightExecutor:
                     f"{self._batcher.last_failure}"
                 )
                 return
-            self._publish(result.responses, result.stats)
+            stats = result.stats
+            if stats is None and had_flights:  # an empty step may see the last of them end
+                stats = self._batcher.poll(self._clock.now())
+            self._publish(result.responses, stats)
 
     def _wait_for_work(self) -> bool:
         """Sleep until there is something to do; False when the thread has to end."""

@@ -40,7 +40,6 @@ from tokenflow.inflight.reuse_tree import Block, TokenKey, TreeNode
 logger = logging.getLogger("tokenflow")
 
 _MASK = (1 << 64) - 1
-_NO_SALT = -1
 
 
 class KvEvents:
@@ -170,7 +169,15 @@ def block_hash(parent: TreeNode, key: TokenKey, cache_salt_id: int | None) -> in
     """Name of the block with the tokens `key` under `parent`."""
     if isinstance(parent, Block):
         return hash((parent.block_hash, key)) & _MASK
-    return hash((_NO_SALT if cache_salt_id is None else cache_salt_id, key, 0)) & _MASK
+    return hash((_salt_key(cache_salt_id), key)) & _MASK
+
+
+def _salt_key(cache_salt_id: int | None) -> tuple[int, ...]:
+    """In pieces that Python's hash of whole numbers keeps apart (it knows no 2**61 - 1, nor -1)."""
+    if cache_salt_id is None:
+        return ()
+    size = abs(cache_salt_id)
+    return (int(cache_salt_id < 0), size >> 60, size & ((1 << 60) - 1))
 
 
 def _parent_hash(block: Block) -> int | None:

@@ -111,7 +111,9 @@ class TorchRunner:
                 )
         except (RuntimeError, MemoryError) as error:
             size = num_blocks * tokens_per_block
-            raise CapacityError(f"no memory for a KV pool of {size} tokens: {error}") from error
+            raise CapacityError(
+                f"max_tokens_in_paged_kv_cache: no memory for {size} tokens: {error}"
+            ) from error
         logger.info("KV pool: %d blocks, %.0f MB", num_blocks, self._pool.size_bytes / 1e6)
         if num_host_blocks:
             self._transport = _open_transport(self._pool.as_bytes(), num_host_blocks)
@@ -121,6 +123,11 @@ class TorchRunner:
         """See Runner."""
         assert self._transport is not None, "there are no host blocks"
         return self._transport
+
+    def kv_bytes(self) -> torch.Tensor:
+        """The device pool as bytes, [num_blocks, bytes of a block], in its own memory; for checks
+        of what copies leave there."""
+        return self._allocated_pool().as_bytes()
 
     def add_request(self, request_id: int, request: Request) -> None:
         """See Runner. Its sampling parameters are in range (`admission`)."""
@@ -180,7 +187,9 @@ def _open_transport(device: torch.Tensor, num_host_blocks: int) -> KvTransport:
         host = allocate_rows(num_host_blocks, block_bytes)
     except MemoryError as error:
         size = num_host_blocks * block_bytes
-        raise CapacityError(f"no memory for a host KV pool of {size} bytes: {error}") from error
+        raise CapacityError(
+            f"kv_cache_host_memory_bytes: no memory for {size} bytes: {error}"
+        ) from error
     logger.info("host KV pool: %d blocks, %.0f MB", num_host_blocks, host.nbytes / 1e6)
     if device.is_cuda:
         return open_cuda_transport(device, host)
