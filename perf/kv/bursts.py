@@ -48,12 +48,12 @@ class Burst:
     within it. The margins are short, so that a burst of seconds holds many turns."""
 
     num_streams: int = 10
-    num_prompt_tokens: tuple[int, int] = (160, 208)
-    num_output_tokens: tuple[int, int] = (28, 36)
+    num_prompt_tokens: tuple[int, int] = (144, 192)
+    num_output_tokens: tuple[int, int] = (24, 32)
     read_rate: float = 4.0
     spread_s: float = 0.5
-    num_device_blocks: int = 36
-    num_host_blocks: int = 96
+    num_device_blocks: int = 32
+    num_host_blocks: int = 84
     max_batch_size: int = 16
     max_num_tokens: int = 512
     slack_margin_s: float = 0.25

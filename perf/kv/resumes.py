@@ -13,9 +13,9 @@ Owns the four ways and how a stream gets there through the engine's own paths:
 - recompute: there is no host tier, and its blocks are gone.
 
 All in turn, in one run, beside the same crowd. KV that is only brought back, or given away, is not
-computed before (filling.py): its bytes are as long as any. Seconds are those from the first boundary after the
-enqueue to the end of the step with the token. The decode step beside which they are put is the one
-of the same batch, measured right after each resume.
+computed before (filling.py): its bytes are as long as any. Seconds are those from the first
+boundary after the enqueue to the end of the step with the token. The decode step beside which they
+are put is the one of the same batch, measured right after each resume.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ResumeScale:
     contexts: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)
     num_others: int = 3
     num_repeats: int = 5
-    num_recomputes: int = 3
+    num_recomputes: int = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
