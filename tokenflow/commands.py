@@ -168,10 +168,12 @@ class EngineCommands:
         if session.output_token_ids:  # who came since counts too
             num_shared = self._beginnings.num_shared(request.input_token_ids, request.cache_salt_id)
             session.num_shared_tokens = max(session.num_shared_tokens, num_shared)
+        num_left = request.max_tokens - len(session.output_token_ids)
         return retention_config(
             session.num_shared_tokens,
-            request.max_tokens - len(session.output_token_ids),
+            num_left,
             is_pausable=self._table.unpausable_reason(request) is None,
+            has_lease=self._table.max_tokens_to_enqueue(session) < num_left,
         )
 
     def _count_pause(self, session: Session, now: float, *, why: str | None) -> None:

@@ -37,21 +37,26 @@ copy, none above the engine's default of 35, to which expired blocks return."""
 TOKENS_PER_PRIORITY = 16
 """Tokens left to generate that raise a stream's blocks by one. By runs in virtual time: with 32,
 and with one priority for all, paused KV was lost to ended requests of the demo's burst."""
+LEASE_PRIORITY = 36
+"""What a stream needs whose lease ends before it does: more than the default, because to the engine
+the end of a lease is that of a request, and this one certainly comes back."""
 ENDING_PRIORITY = 20
 """Output that nobody will resume (< OFFLOAD_MIN_PRIORITY: dropped without a copy)."""
 
 _MAX_REMEMBERED_BLOCKS = 1 << 16
 
-assert ENDING_PRIORITY < PRIVATE_PRIORITIES[0] <= PRIVATE_PRIORITIES[-1] < SHARED_PRIORITY
+assert ENDING_PRIORITY < PRIVATE_PRIORITIES[0] <= PRIVATE_PRIORITIES[-1] < LEASE_PRIORITY
+assert LEASE_PRIORITY < SHARED_PRIORITY
 
 
 def retention_config(
-    num_shared_tokens: int, num_left: int, *, is_pausable: bool
+    num_shared_tokens: int, num_left: int, *, is_pausable: bool, has_lease: bool = False
 ) -> KvCacheRetentionConfig:
     """Of one enqueue whose first `num_shared_tokens` tokens other requests began with too, and that
-    has `num_left` tokens left to generate, over all its enqueues."""
+    has `num_left` tokens left to generate, over all its enqueues. has_lease: this enqueue ends
+    before that."""
     level = min(num_left // TOKENS_PER_PRIORITY, len(PRIVATE_PRIORITIES) - 1) if is_pausable else 0
-    priority = PRIVATE_PRIORITIES[level]
+    priority = LEASE_PRIORITY if has_lease else PRIVATE_PRIORITIES[level]
     private = TokenRangeRetentionConfig(
         token_start=num_shared_tokens, token_end=None, priority=priority
     )

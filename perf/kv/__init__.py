@@ -1,1 +1,1 @@
-"""The parts of `python -m perf.kv_tiers`: models, the stepped engine, and its four sections."""
+"""The parts of `python -m perf.kv_tiers`: models, the stepped engine, and its five sections."""

@@ -44,7 +44,7 @@ from tokenflow.types import EndReason, GenerateRequest, TokenEvent
 
 _POLL_S = 0.02
 _NUM_WARMUPS = 3
-_WARMUP_TOKENS = 8
+_WARMUP_TOKENS = 4
 
 
 class Receipts:

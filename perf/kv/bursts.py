@@ -47,13 +47,13 @@ class Burst:
     """The workload and the engine it meets. Lengths are ranges of tokens; spread_s: all arrive
     within it. The margins are short, so that a burst of seconds holds many turns."""
 
-    num_streams: int = 10
-    num_prompt_tokens: tuple[int, int] = (144, 192)
-    num_output_tokens: tuple[int, int] = (24, 32)
+    num_streams: int = 8
+    num_prompt_tokens: tuple[int, int] = (160, 208)
+    num_output_tokens: tuple[int, int] = (28, 36)
     read_rate: float = 4.0
     spread_s: float = 0.5
-    num_device_blocks: int = 32
-    num_host_blocks: int = 84
+    num_device_blocks: int = 29
+    num_host_blocks: int = 80
     max_batch_size: int = 16
     max_num_tokens: int = 512
     slack_margin_s: float = 0.25

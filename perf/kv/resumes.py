@@ -48,7 +48,7 @@ class ResumeScale:
 
     contexts: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)
     num_others: int = 3
-    num_repeats: int = 5
+    num_repeats: int = 4
     num_recomputes: int = 2
 
 

@@ -8,7 +8,12 @@ import pytest
 
 from tests.contract.client import WAIT_S
 from tests.contract.engines import Engine
-from tokenflow.executor.api import FinishReason, OutputConfig
+from tokenflow.executor.api import (
+    FinishReason,
+    KvCacheRetentionConfig,
+    OutputConfig,
+    TokenRangeRetentionConfig,
+)
 
 # 40 blocks of 8 on the device; the host holds several times that of either engine's.
 TIERS = {
@@ -16,6 +21,14 @@ TIERS = {
     "kv_cache_host_memory_bytes": 2 << 20,
 }
 PAUSE_EVERY, NUM_PARTS = 7, 4
+# Each part ends like a lease: its KV is worth more than what a request that ended left. So is that
+# of the traffic, or it would make room for itself alone.
+KEPT = KvCacheRetentionConfig(
+    token_range_retention_configs=(
+        TokenRangeRetentionConfig(token_start=0, token_end=None, priority=36),
+    ),
+    decode_retention_priority=36,
+)
 BOTH = OutputConfig(return_log_probs=True, return_perf_metrics=True)
 
 
@@ -27,7 +40,7 @@ def _drive_out(client, salt: int, tiering) -> None:
     """Other traffic: twice what the pool holds, one request after the other."""
     for i in range(4):
         prompt = _prompt(100 * salt + i, 160)
-        client.run(prompt, 1)
+        client.run(prompt, 1, kv_cache_retention_config=KEPT)
     if tiering is None:
         return
     tiering.offload([*prompt, 0], 1000)  # a prefetch takes only room that costs no copy
@@ -59,7 +72,13 @@ def test_streams_that_were_on_the_host_go_on_as_if_they_had_stayed(
         if part and tiering is not None:
             tiering.prefetch(known[1], salt)
         ids = [
-            client.enqueue(tokens, PAUSE_EVERY, cache_salt_id=salt, output_config=BOTH)
+            client.enqueue(
+                tokens,
+                PAUSE_EVERY,
+                cache_salt_id=salt,
+                output_config=BOTH,
+                kv_cache_retention_config=KEPT,
+            )
             for tokens in known
         ]
         client.wait(*ids)

@@ -25,7 +25,8 @@ def first_new(token_ids, start):
 def test_it_is_an_executor(client):
     assert isinstance(client.executor, Executor)
     assert client.executor.can_enqueue_requests()
-    assert client.executor.get_kv_cache_event_manager() is None
+    assert isinstance(client.executor.get_kv_cache_event_manager().get_latest_events(0), list)
+    assert client.executor.get_kv_tiering() is None, "nobody asked for it"
 
 
 def test_streaming_deltas_add_up_to_the_single_response(engine, client):

@@ -190,3 +190,9 @@ def test_an_engine_with_neither_host_tier_nor_events_is_told_nothing() -> None:
     h.submit()
     h.run_to_empty()
     assert [r.kv_cache_retention_config for r in _requests(h)] == [None]
+
+
+def test_a_lease_that_is_not_the_last_is_worth_more_than_what_ended() -> None:
+    config = retention_config(0, 100, is_pausable=True, has_lease=True)
+    assert config.decode_retention_priority > 35
+    assert config.token_range_retention_configs[0].priority == config.decode_retention_priority

@@ -344,7 +344,7 @@ def test_what_an_ended_request_left_goes_before_what_was_cut_short():
 
 def test_what_ended_is_worth_a_copy_if_it_was_given_more_than_the_default():
     cache = Cache(2, 1, inclusive=True)
-    cache.put(A)
+    cache.put(A, keep(70))
     cache.put(B, keep(60), ended=True)
     cache.put(C)
     assert cache.where(B) == (0, 1, 0)

@@ -151,5 +151,5 @@ def test_a_host_pool_that_memory_cannot_hold_is_a_capacity_error(
     tiny_model: Callable[[str], Path],
 ) -> None:
     runner = TorchRunner(tiny_model("llama"), num_threads=1)
-    with pytest.raises(CapacityError, match="host KV pool"):
+    with pytest.raises(CapacityError, match="kv_cache_host_memory_bytes: no memory"):
         runner.allocate_kv(1, 32, 1 << 40)

@@ -106,8 +106,9 @@ class Block(TreeNode):
 
     @property
     def is_left_over(self) -> bool:
-        """True for what an ended request left and nothing else is built on."""
-        return self.ended and not self.children
+        """True for what an ended request left, nothing else is built on, and nobody gave more than
+        the default priority."""
+        return self.ended and not self.children and self.priority <= DEFAULT_PRIORITY
 
     @property
     def is_unused_leaf(self) -> bool:

@@ -31,7 +31,7 @@ from tokenflow.inflight.block_store import BlockStore
 from tokenflow.inflight.copies_ahead import CopiesAhead
 from tokenflow.inflight.flights import Flight, TierCounters
 from tokenflow.inflight.moves import StepMoves
-from tokenflow.inflight.reuse_tree import DEFAULT_PRIORITY, Block, TreeNode
+from tokenflow.inflight.reuse_tree import Block, TreeNode
 from tokenflow.inflight.runner import BlockCopy, KvTransport
 from tokenflow.inflight.victims import Victims
 
@@ -166,7 +166,7 @@ class BlockTiers:
         more than the default."""
         if self._host is None or block.priority < self._host.min_priority:
             return False
-        return not (self._inclusive and block.is_left_over) or block.priority > DEFAULT_PRIORITY
+        return not (self._inclusive and block.is_left_over)
 
     def _fits(self, block: Block) -> bool:
         """True for what is not worth another block's place on the host, but need not be lost."""
