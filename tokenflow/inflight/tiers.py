@@ -1,7 +1,7 @@
 """Where blocks lie: the slots of the device pool and of the host pool, and who gives theirs up.
 
 Owns the free slots of both tiers, the copies that a step has to make (moves.py) and those that run
-beside the steps (flights.py). The order of victims is victims.py's, sharing and storing
+beside the steps (copies_ahead.py). The order of victims is victims.py's, sharing and storing
 kv_cache.py's.
 
 Two ways to use the host (`HostTier.inclusive`):
