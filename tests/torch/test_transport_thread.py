@@ -266,6 +266,32 @@ def test_the_thread_yields_to_the_model_and_nothing_else_does() -> None:
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == mine
 
 
+def test_the_thread_rests_from_what_it_worked_and_whoever_waits_does_not() -> None:
+    work_s = 0.002
+    rests: list[tuple[float, threading.Thread]] = []
+
+    def work(run: CopyRun) -> None:
+        end = time.thread_time() + work_s
+        while time.thread_time() < end:
+            pass
+
+    def rest(seconds: float) -> None:
+        rests.append((seconds, threading.current_thread()))
+
+    memory = HookedMemory(*new_pools(), work)
+    transport = ThreadTransport(memory, rest)
+    transfer = transport.start(OFFLOAD, [TierCopy(0, 0), TierCopy(2, 2), TierCopy(4, 4)])
+    deadline = time.monotonic() + 20
+    while len(rests) < 3 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert transfer.is_done()
+    assert len(rests) == 3  # one behind each of its runs
+    assert all(seconds > 3 * work_s for seconds, _ in rests)
+    transport.start(OFFLOAD, [TierCopy(0, 0), TierCopy(2, 2), TierCopy(4, 4)]).wait()
+    assert {thread.name for _, thread in rests} == {"kv-copies"}
+    transport.close()
+
+
 @pytest.mark.parametrize(
     ("copies", "message"),
     [

@@ -12,10 +12,12 @@ The thread must not fight the model's for the cores. It copies with numpy, which
 like torch, copies a run with the C library's memcpy, and brings no team of threads of its own
 (torch's number of threads can only be set for the whole process). And it runs at low priority: at
 the same one as the model's threads, copies that last as long as a step make it twice as long, since
-the model's threads wait for each other; at `_NICENESS` a tenth longer. What waits for a transfer
-therefore makes its copies itself, at its own priority and without a switch of threads, and no
-others: a step that needs one block must not make a long write-through first. The thread stands
-aside meanwhile.
+the model's threads wait for each other; at `_NICENESS` a tenth longer. Nor for the memory: a
+decode step reads the model's weights at the speed of the memory, and copies without a break take a
+quarter of that, so the thread rests between runs and copies `_SHARE` of its time. What waits for a
+transfer makes its copies itself, at its own priority, without rests and without a switch of
+threads, and no others: a step that needs one block must not make a long write-through first. The
+thread stands aside meanwhile.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Protocol
 
 import numpy as np
@@ -37,6 +39,11 @@ from tokenflow.inflight.torch_runs import CopyRun, plan_runs, split_runs
 
 _NICENESS = 10
 """Of the thread: a tenth of a core where others want all of it, a whole one where it is idle."""
+
+_SHARE = 0.15
+"""Of the time in which the thread copies while it has something to copy: on a machine that copies
+10 GB/s a decode step takes 5 to 10 % longer meanwhile, at twice the share 15 %
+(`python -m perf.kv_tiers --section steps`). It still is more than 100 MB in a decode step."""
 
 _MAX_RUN_BYTES = 4 << 20
 """A waiting thread cannot take over a run that was begun; this much takes half a millisecond."""
@@ -179,8 +186,10 @@ class ThreadTransport:
     transfer wrote is when its `is_done` or `wait` says so.
     """
 
-    def __init__(self, memory: TierMemory) -> None:
+    def __init__(self, memory: TierMemory, rest: Callable[[float], None] = time.sleep) -> None:
+        """rest: how the thread rests between its copies, for so many seconds."""
         self._memory: TierMemory | None = memory
+        self._rest = rest
         self._max_blocks = max(1, _MAX_RUN_BYTES // memory.block_bytes)
         self._under_way: list[ThreadTransfer] = []  # the starting thread's own
         self._queues = {direction: deque[ThreadTransfer]() for direction in CopyDirection}
@@ -258,5 +267,8 @@ class ThreadTransport:
         """The thread."""
         os.nice(_NICENESS)  # on Linux it is the thread's own
         while self._wake.get():
+            start = time.thread_time()  # not the time it had no core: then nothing was taken
             while self._copy_in_turn():
-                pass
+                end = time.thread_time()
+                self._rest((end - start) * (1 / _SHARE - 1))
+                start = time.thread_time()
