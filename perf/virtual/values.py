@@ -16,6 +16,7 @@ from tokenflow.answers import Counters
 from tokenflow.config import ServingConfig
 from tokenflow.executor.kv_api import KvTierStats
 from tokenflow.inflight.runner import SequenceChunk
+from tokenflow.inflight.virtual_runner import StepCost
 from tokenflow.inflight.virtual_transport import CopyCosts
 from tokenflow.metrics import Stream
 from tokenflow.types import EndReason, Usage
@@ -51,6 +52,8 @@ class SimEngine:
     response_delays_s: seconds that responses of a step are on their way, step by step, over and
         over; they never overtake each other.
     step_factors: multiples of the cost model's seconds, step by step, over and over.
+    step_cost: what a step takes, instead of the linear model of the fields named step_* and
+        prefill_tokens_per_s.
     num_host_blocks: size of the host tier; 0 = none. kv_tiering: it is told what to do ahead of
         need, else TensorRT-LLM's rules hold. block_bytes, copy_bytes_per_s: KV of one block, and
         how fast it is copied, in each direction.
@@ -77,6 +80,7 @@ class SimEngine:
     block_bytes: int = 1 << 20
     copy_bytes_per_s: float = 4e9
     has_kv_events: bool = True
+    step_cost: StepCost | None = None
 
     @property
     def copy_costs(self) -> CopyCosts:
@@ -107,6 +111,9 @@ class SimEngine:
 
     def step_s(self, chunks: Sequence[SequenceChunk], step: int) -> float:
         """Seconds of a step; one token behind kept KV costs what a decoded one costs."""
+        factor = self.step_factors[step % len(self.step_factors)]
+        if self.step_cost is not None:
+            return self.step_cost(chunks, step) * factor
         seconds = self.step_base_s
         for chunk in chunks:
             num_tokens = len(chunk.token_ids)
@@ -115,7 +122,7 @@ class SimEngine:
                 seconds += self.step_per_sequence_s + self.step_per_context_token_s * num_read
             else:
                 seconds += num_tokens / self.prefill_tokens_per_s
-        return seconds * self.step_factors[step % len(self.step_factors)]
+        return seconds * factor
 
 
 @dataclass(eq=False)
