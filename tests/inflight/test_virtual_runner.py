@@ -1,6 +1,10 @@
 """Time in the virtual runner: steps, copies beside them, and steps that wait for copies."""
 
+import dataclasses
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tokenflow.inflight.runner import CopyDirection, SequenceChunk, TierCopy
 from tokenflow.inflight.virtual_runner import VirtualRunner
@@ -106,3 +110,48 @@ def test_without_costs_there_is_no_host_tier():
     with pytest.raises(ValueError, match="copy_costs"):
         runner.allocate_kv(4, 4, 1)
     assert make().kv_block_bytes(4) == 1000
+
+
+def contended(share, step_s=0.5):
+    return make(dataclasses.replace(COSTS, onboard_bytes_per_s=1e4, duplex_share=share), step_s)
+
+
+def test_the_later_direction_gets_what_the_earlier_leaves():
+    """Rates are 10 blocks/s each way; both at once reach 15: the later one gets 5."""
+    runner = contended(0.75)
+    runner.reset(0.0)
+    out = start(runner, OFFLOAD, *blocks(0, 10))  # 0.25 s, then 1 s of bytes
+    back = start(runner, ONBOARD, *blocks(50, 2))
+    assert out.done_time == pytest.approx(1.25)
+    assert back.done_time == pytest.approx(0.25 + 2 / 5)
+    later = start(runner, ONBOARD, *blocks(60, 4))  # 0.65 to 0.9 its start, to 1.25 shared
+    assert later.done_time == pytest.approx(1.25 + (4 - 5 * 0.35) / 10)
+    assert out.done_time == pytest.approx(1.25)  # it never moves
+    assert later.seconds == pytest.approx(later.done_time - back.done_time)
+
+
+def test_without_duplex_the_directions_take_turns():
+    runner = contended(0.5)
+    runner.reset(0.0)
+    out = start(runner, OFFLOAD, *blocks(0, 10))
+    assert start(runner, ONBOARD, *blocks(50, 10)).done_time == pytest.approx(out.done_time + 1)
+    with pytest.raises(ValueError, match="duplex_share"):
+        contended(0.0)
+
+
+@given(
+    st.floats(0.5, 1.0),
+    st.lists(st.tuples(st.sampled_from(CopyDirection), st.integers(1, 8), st.floats(0, 1.5))),
+)
+def test_both_directions_together_stay_within_their_share(share, requests):
+    runner, now, moved = contended(share), 0.0, []
+    for index, (direction, count, gap_s) in enumerate(requests):
+        now += gap_s
+        runner.reset(now)
+        transfer = start(runner, direction, *blocks(10 * index, count))
+        alone_s = 0.25 + count / 10
+        assert transfer.seconds >= alone_s - 1e-9
+        moved.append((now, transfer.done_time, count))
+        first = min(begin for begin, _, _ in moved)
+        busy_s = max(done for _, done, _ in moved) - first
+        assert sum(num for _, _, num in moved) <= 20 * share * busy_s + 1e-6

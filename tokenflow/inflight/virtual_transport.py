@@ -3,7 +3,9 @@
 Owns when each copy is complete. A transfer takes a fixed start and then its bytes over the
 bandwidth of its direction. Those of one direction go one after the other, the two directions side
 by side, and one that shares a block with an earlier one begins after it, as runner.py demands.
-No copy fails.
+Where both directions at once reach less than the sum of their rates, the transfer that comes later
+gets what the other direction leaves, for as long as that is busy: what is under way keeps its
+instant. No copy fails.
 
 Invariant: an instant at which a transfer completes is fixed at its start and never moves.
 """
@@ -22,18 +24,42 @@ class CopyCosts:
     """What the link between the tiers does.
 
     block_bytes: KV of one block. start_s: from asking for a transfer to its first byte.
+    duplex_share: of the sum of both rates, what both directions reach at once; 1 = no contention.
+        One direction alone keeps its rate, so at a share that leaves no more than that (0.5 with
+        equal rates) they take turns. Raises ValueError outside (0, 1].
     """
 
     block_bytes: int
     offload_bytes_per_s: float
     onboard_bytes_per_s: float
     start_s: float = 50e-6
+    duplex_share: float = 1.0
 
-    def seconds(self, direction: CopyDirection, num_blocks: int) -> float:
-        """A transfer of so many blocks that has the link for itself."""
+    def __post_init__(self) -> None:
+        if not 0 < self.duplex_share <= 1:
+            raise ValueError(f"duplex_share must be in (0, 1], got {self.duplex_share}")
+
+    def bytes_per_s(self, direction: CopyDirection) -> float:
+        """A direction that has the link for itself."""
         offload = direction is CopyDirection.OFFLOAD
-        rate = self.offload_bytes_per_s if offload else self.onboard_bytes_per_s
-        return self.start_s + num_blocks * self.block_bytes / rate
+        return self.offload_bytes_per_s if offload else self.onboard_bytes_per_s
+
+    def seconds(
+        self, direction: CopyDirection, num_blocks: int, other_busy_s: float = 0.0
+    ) -> float:
+        """A transfer of so many blocks, while the other direction is busy for its first
+        `other_busy_s` (from the asking on)."""
+        rate = self.bytes_per_s(direction)
+        num_bytes = num_blocks * self.block_bytes
+        alone_s = self.start_s + num_bytes / rate
+        shared_s = max(0.0, other_busy_s - self.start_s)
+        if shared_s == 0.0 or self.duplex_share == 1.0:
+            return alone_s
+        both = self.offload_bytes_per_s + self.onboard_bytes_per_s
+        left = max(0.0, self.duplex_share * both - (both - rate))
+        if num_bytes <= shared_s * left:
+            return self.start_s + num_bytes / left
+        return self.start_s + shared_s + (num_bytes - shared_s * left) / rate
 
 
 class StepTime(Protocol):
@@ -106,7 +132,8 @@ class VirtualTransport:
                 self._device_free_time.get(copy.device_block, 0.0),
                 self._host_free_time.get(copy.host_block, 0.0),
             )
-        seconds = self._costs.seconds(direction, len(copies))
+        other_free_time = max(t for d, t in self._free_time.items() if d is not direction)
+        seconds = self._costs.seconds(direction, len(copies), other_free_time - begin)
         done_time = begin + seconds
         self._free_time[direction] = done_time
         for copy in copies:
