@@ -56,7 +56,9 @@ class Coordinator:
         planner: Planner,
         emit: Callable[[TokenEvent], None],
         tracer: Tracer | None = None,
+        costs: CostModel | None = None,
     ) -> None:
+        """costs: what is known of the engine's costs already; None: nothing."""
         engine = config.executor_config()
         self._config = config
         self._plan = planner
@@ -66,7 +68,7 @@ class Coordinator:
         self._handles = itertools.count(1)
         self._last_plan_time = float("-inf")
         self._needs_plan = False
-        self.costs = CostModel()
+        self.costs = costs or CostModel()
         self.counters = self._answers.counters
         self.table = SessionTable(
             capacity_policy=self._capacity_policy,
@@ -181,6 +183,19 @@ class Coordinator:
         if self._feedback.on_responses(responses, now):
             self._needs_plan = True
         self._holds.pause_running(now)
+
+    def num_tokens_to_change(self, session: Session | None) -> int:
+        """How many more tokens of a session may come by `on_decoded`."""
+        return self._feedback.num_tokens_to_change(session)
+
+    def on_decoded(
+        self, sessions: Sequence[Session], token_ids: Sequence[int], times: Sequence[float]
+    ) -> None:
+        """What several iterations in which nothing changed say, at once: each of `sessions` got
+        `token_ids`, one at each of `times`. Emits nothing: the caller tells the clients. Statistics
+        come by `on_stats` all the same."""
+        self._commands.progressed(times[-1])
+        self._feedback.on_decoded(sessions, token_ids, times)
 
     def on_stats(self, stats: Sequence[IterationStats], now: float) -> None:
         """Learn costs and room from finished iterations."""

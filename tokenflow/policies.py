@@ -29,15 +29,6 @@ class WaitForm(enum.Enum):
     """w = 1 / (wait + slack floor): falls with the wait; kept so that it can be measured."""
 
 
-class ExcessOrder(enum.Enum):
-    """Who gets what is left when every reader has plenty."""
-
-    LONGEST_REMAINING = "longest_remaining"
-    """No long stream is left to run alone in the end: keeps the batch full, hence throughput."""
-    MOST_GENERATED = "most_generated"
-    """Finish a few instead of lifting all: more tokens are written just before they are read."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenflowPolicy:
     """Slack-priority scheduling with pause and resume.
@@ -52,8 +43,9 @@ class TokenflowPolicy:
         bridges a Σ R beyond load_limit.
     bridge_margins: of that text, so many times the slack that a pause needs stays out of the
         account: under a lasting load, streams whose readers have read everything cannot take turns.
-    typical_turn_s: time that a rotating stream runs between two pauses, from which the cost of
-        recomputing is foreseen; longer admits more and, beyond what is real, ends in thrashing.
+    turn_share: of its output, what a stream that takes turns is given at a time, from which the
+        cost of bringing it back is foreseen; more admits more and, beyond what is real, ends in
+        thrashing.
     recompute_share: share of the time until a paused stream is due that recomputing may take, its
         own and that of all who are due before it; nobody else is paused for a newcomer beyond that.
     min_quantum_s: time in the engine before a stream is paused for a newcomer or for balance.
@@ -64,7 +56,10 @@ class TokenflowPolicy:
     low_share, high_share, worthless_share: unread tokens as a share of the request's output. At
         a reschedule a stream at or above high yields to one under low; a token produced at high is
         worth 1 and at worthless 0, linearly (effective throughput, section 7.1.3).
-    excess_order: which of the streams that are well ahead comes back first into free room.
+    tail_share: what is left of the engine beyond what readers need goes to those with most
+        generated tokens: finish a few, do not lift all (section 7.1.3). But a stream that alone
+        would take more than this share of the time in which all that is left can be done comes
+        first, or it would run alone in the end. 0: always the longest first.
     min_exchange_gain: tokens' worth gained, per token of round trip, that an exchange must bring.
     link_share: share of the link between the tiers that streams taking turns may use: where a
         pause moves KV, a stream runs as long as moving the whole pool takes at that share.
@@ -86,7 +81,7 @@ class TokenflowPolicy:
     load_limit: float = 0.9
     bridge_limit: float = 0.75
     bridge_margins: float = 6.0
-    typical_turn_s: float = 1.5
+    turn_share: float = 0.08
     recompute_share: float = 0.15
     min_quantum_s: float = 1.0
     max_bypass_s: float = 2.0
@@ -97,7 +92,7 @@ class TokenflowPolicy:
     high_share: float = 0.10
     worthless_share: float = 0.20
     min_exchange_gain: float = 3.0
-    excess_order: ExcessOrder = ExcessOrder.LONGEST_REMAINING
+    tail_share: float = 0.9
     link_share: float = 0.35
     anticipate: bool = True
     write_through: bool = True

@@ -25,7 +25,7 @@ from __future__ import annotations
 import numpy as np
 
 from tokenflow.executor.api import CapacitySchedulerPolicy
-from tokenflow.policies import ExcessOrder, FcfsReservePolicy, Policy, TokenflowPolicy, rank
+from tokenflow.policies import FcfsReservePolicy, Policy, TokenflowPolicy, rank
 from tokenflow.scheduler_ahead import announced, prefetch, write_through
 from tokenflow.scheduler_balance import exchange
 from tokenflow.scheduler_forecast import PrefillBudget, can_bring_back
@@ -35,6 +35,7 @@ from tokenflow.scheduler_rules import (
     admissible,
     blocks_left_at_full_length,
     due_rows,
+    excess_order,
     half_kept,
     victims,
 )
@@ -271,14 +272,9 @@ def _paused_in_order(view: View) -> tuple[list[int], list[int]]:
     s = view.snapshot.sessions
     rows = view.paused
     unread = s.slack_s[rows] * s.read_rate[rows]
-    ahead = unread >= view.policy.high_share * s.max_tokens[rows]
-    well_ahead = rows[ahead]
-    if view.policy.excess_order is ExcessOrder.LONGEST_REMAINING:
-        key = s.num_generated[well_ahead] - s.max_tokens[well_ahead]
-    else:
-        key = -s.num_generated[well_ahead]
-    in_order = well_ahead[np.argsort(key, kind="stable")]
-    return _by_priority(view, rows[~ahead]), in_order.tolist()
+    ahead = unread >= view.policy.low_share * s.max_tokens[rows]
+    well_ahead: list[int] = excess_order(view, rows[ahead]).tolist()
+    return _by_priority(view, rows[~ahead]), well_ahead
 
 
 def _place_rest(view: View, draft: Draft) -> None:

@@ -28,10 +28,13 @@ def announced(view: View, draft: Draft) -> tuple[int, int]:
 
     D = rate · h · blocks per arrival, h = time to free the blocks: a pause, the wait for its plan,
     and the copies that the pool then needs. Their growth is in the view's reserve. 0 while nobody
-    is announced, and while newcomers wait who may not start: those to come could not either.
+    is announced, in an empty engine, and while newcomers wait who may not start: those to come
+    could not either.
     """
     arrivals, costs = view.snapshot.arrivals, view.snapshot.costs
     if not (view.policy.anticipate and arrivals.burst):
+        return 0, 0
+    if not len(view.running) + len(view.starting):
         return 0, 0
     if len(draft.admit) < len(view.waiting):
         return 0, 0

@@ -3,8 +3,7 @@
 Owns the value of an exchange. A token produced while its reader has plenty unread is worth little
 (effective throughput, TokenFlow section 7.1.3: 1 below 10 % of the output length unread, falling to
 0 at 20 %), so a stream at or above the high share yields to one under the low share, if what is
-gained exceeds the round trip it costs. Of those that may yield, the ones with most generated
-tokens go on: excess capacity finishes a few instead of lifting all.
+gained exceeds the round trip it costs.
 """
 
 from __future__ import annotations
@@ -46,14 +45,13 @@ def _low_paused(view: View, draft: Draft) -> list[int]:
 
 
 def _far_ahead(view: View, able: Victims) -> list[tuple[int, float]]:
-    """(row, spare) of running streams at or above the high share, fewest generated tokens first."""
+    """(row, spare) of running streams at or above the high share, in the order of yielding."""
     s = view.snapshot.sessions
-    ahead = [
+    return [
         (row, spare_s)
         for row, spare_s in able.for_others()
         if not s.has_reader[row] or _share(view, row) >= view.policy.high_share
     ]
-    return sorted(ahead, key=lambda entry: int(s.num_generated[entry[0]]))
 
 
 def _gain(view: View, taker: int, giver: int) -> float:

@@ -24,28 +24,53 @@ class PrefillBudget:
     """How much prefill may be under way at once, in seconds of the engine.
 
     Decoding goes on beside chunked prefill, but slower: what is under way together must fit in
-    the least slack of the readers that stay, or in the time of one step. One is always allowed.
+    the least slack of the readers that stay, or in the time of one step. One is always allowed, and
+    the next before it is done: what is enqueued later than that finds the engine decoding alone for
+    a step. Whoever is being started reads its first token, and wants the second, while the others
+    are still prefilled: so not more than a reader of the started ones takes for a token.
     """
 
     def __init__(self, view: View) -> None:
         s = view.snapshot.sessions
-        self._num_tokens = s.num_resume_tokens
+        self._sessions = s
         self._rate = view.snapshot.costs.prefill_tokens_per_s
-        self._taken_s = float(s.num_resume_tokens[view.starting].sum()) / self._rate
+        self._taken_s = self._left_s(view)
+        self._soon_s = view.snapshot.costs.plan_interval_s
         slack = s.slack_s[view.running]
-        self._limit_s = max(view.step_s, float(slack.min()) if len(slack) else float("inf"))
+        self._step_s = view.step_s
+        self._limit_s = float(slack.min()) if len(slack) else float("inf")
+        for row in view.starting.tolist():
+            self._limit(row)
 
     def seconds(self, row: int) -> float:
         """Prefill time of `row`."""
-        return float(self._num_tokens[row]) / self._rate
+        return float(self._sessions.num_resume_tokens[row]) / self._rate
 
     def allows(self, row: int) -> bool:
         """True if the prefill of `row` may be started now."""
-        return self._taken_s <= 0 or self._taken_s + self.seconds(row) <= self._limit_s
+        if self._taken_s <= self._soon_s:
+            return True
+        return self._taken_s + self.seconds(row) <= max(self._step_s, self._limit_s)
 
     def take(self, row: int) -> None:
         """Count the prefill of `row` as under way."""
         self._taken_s += self.seconds(row)
+        self._limit(row)
+
+    def _left_s(self, view: View) -> float:
+        """Seconds of what is under way that are still to come: one after the other, in the order in
+        which they were enqueued, each from the first boundary after that."""
+        s, now = self._sessions, view.snapshot.now
+        rows = view.starting[np.argsort(s.wait_since_time[view.starting], kind="stable")]
+        end_time = 0.0
+        for row in rows.tolist():
+            begin_time = float(s.wait_since_time[row]) + view.step_s
+            end_time = max(end_time, begin_time) + self.seconds(row)
+        return max(0.0, end_time - now)
+
+    def _limit(self, row: int) -> None:
+        if self._sessions.has_reader[row]:
+            self._limit_s = min(self._limit_s, 1.0 / float(self._sessions.read_rate[row]))
 
 
 def can_bring_back(
@@ -130,7 +155,7 @@ def _deadlines(view: View, rows: IntArray) -> tuple[FloatArray, IntArray, FloatA
 def _earn_s(view: View, rows: IntArray) -> FloatArray:
     """Seconds until each of `rows`, once decoding, may be paused or has ended."""
     s, policy = view.snapshot.sessions, view.policy
-    goal_s = policy.conservativeness * view.round_trip_s + policy.slack_margin_s
+    goal_s = view.pause_slack_s
     slack = np.where(s.started[rows], s.slack_s[rows], 0.0)
     gain = 1.0 / (view.step_s * s.read_rate[rows]) - 1.0
     missing_s = np.maximum(goal_s - slack, 0.0)
@@ -145,10 +170,8 @@ def _earn_s(view: View, rows: IntArray) -> FloatArray:
 
 def _cycle_s(view: View, rows: IntArray) -> float:
     """Seconds from giving a slot to a mean stream of `rows` until it may be paused again."""
-    policy = view.policy
     rate = float(view.snapshot.sessions.read_rate[rows].mean())
     gain = 1.0 / (view.step_s * rate) - 1.0
     if gain <= 0:
         return float("inf")
-    goal_s = policy.conservativeness * view.round_trip_s + policy.slack_margin_s
-    return 2 * view.step_s + goal_s / gain
+    return max(view.away_s, 2 * view.step_s + view.pause_slack_s / gain)

@@ -16,13 +16,14 @@ from tokenflow.types import FloatArray, IntArray
 class Load:
     """What a set of streams needs against its capacity Γ, newcomers added one by one.
 
-    Γ is the decode speed of a full batch of the set at its mid-life context, prompt + half the
-    output limit: measuring it now would admit on contexts that are still short. Less the time that
-    recomputing takes, once the KV of the set outgrows the tiers that hold it, and that of copies
-    for which steps wait, once it outgrows the device. A set that started together also grows old
-    together, so Γ is never taken higher than what it can decode at full length without that
-    margin. Streams that their clients hold paused do not count: they generate nothing, and if
-    many are released at once, their clients asked for the crowd.
+    Γ is the decode speed of a full batch of the set at the mean context of what it still has to
+    generate, half-way from now to its full length: measuring it now would admit on contexts that
+    are still short. Less the time that recomputing takes, once the KV of the set outgrows the tiers
+    that hold it, and that of copies for which steps wait, once it outgrows the device. A set that
+    started together grows old together and is slower in the end, but what it generated before, when
+    it was faster, is unread or has ended some of it: over the whole life the mean counts. Streams
+    that their clients hold paused do not count: they generate nothing, and if many are released at
+    once, their clients asked for the crowd.
 
     Σ R <= ρ·Γ is enough (TokenFlow, section 4.3). Beyond it a set can still be carried if what its
     readers have unread bridges the time until enough of it has ended: the tokens due by any
@@ -32,13 +33,16 @@ class Load:
 
     def __init__(self, view: View) -> None:
         self._view = view
-        s = view.snapshot.sessions
+        s, policy = view.snapshot.sessions, view.policy
         served = s.started & (s.state != CANCELLING)
         served |= (s.state == PREFILLING) | (s.state == RESUMING)
         served &= ~s.held
-        self._context = s.num_prompt_tokens + 0.5 * s.max_tokens
+        self._context = s.num_prompt_tokens + 0.5 * (s.num_generated + s.max_tokens)
         # Nobody can be given more than a token a step; a reader that is faster waits for each.
         self._rate = np.minimum(s.read_rate, 1.0 / view.step_s)
+        # A stream that takes turns runs each time from the low share to beyond the high one.
+        turn = np.maximum(policy.turn_share * s.max_tokens, policy.min_quantum_s / view.step_s)
+        self._turned = self._rate * self._context / np.clip(turn, 1.0, s.max_tokens)
         context, rate = self._context[served], self._rate[served]
         self._served = np.flatnonzero(served)
         self._added: list[int] = []
@@ -47,7 +51,7 @@ class Load:
             float(len(rate)),
             float(rate.sum()),
             float(context.sum()),
-            float((rate * context).sum()),
+            float(self._turned[served].sum()),
             float(s.num_blocks_final[served].sum()),
         )
 
@@ -61,20 +65,18 @@ class Load:
     def admits(self, row: int) -> bool:
         """True if the set with `row` can be carried."""
         policy, capacity = self._view.policy, self._capacity(row)
-        at_full_length = self._capacity_at_full_length(row)
-        if self._with(row)[1] <= min(policy.load_limit * capacity, at_full_length):
+        if self._with(row)[1] <= policy.load_limit * capacity:
             return True
         if self._due is None:
             self._due = _Due(self._view, self._served, self._rate)
             for added in self._added:
                 self._due.add(added)
-        return self._due.fits(row, policy.bridge_limit * min(capacity, at_full_length))
+        return self._due.fits(row, policy.bridge_limit * capacity)
 
     def _capacity(self, row: int) -> float:
         """Γ in tokens/s of the set with `row`."""
-        kv, policy = self._view.snapshot.kv, self._view.policy
-        costs = self._view.snapshot.costs
-        num, _, sum_context, rate_context, sum_final = self._with(row)
+        kv, costs = self._view.snapshot.kv, self._view.snapshot.costs
+        num, _, sum_context, turned, sum_final = self._with(row)
         pool_tokens = kv.num_total_blocks * kv.tokens_per_block
         if kv.capacity_policy is CapacitySchedulerPolicy.GUARANTEED_NO_EVICT:
             in_pool = kv.num_total_blocks * num / sum_final
@@ -82,11 +84,9 @@ class Load:
             in_pool = pool_tokens * num / sum_context
         batch = max(1, int(min(kv.max_batch_size, num, in_pool)))
         step_s = costs.step_s(batch, batch * sum_context / num)
-        # A stream runs the share R·step of the time, turn by turn; each turn starts by bringing
-        # back what the pool could not keep. The pool lets go of what was paused first, which is
-        # due first: the whole overflow meets each resume, up to its own length.
-        turns_per_token = step_s / max(policy.typical_turn_s, step_s)
-        turned = rate_context * turns_per_token
+        # Each turn starts by bringing back what the pool could not keep. The pool lets go of what
+        # was paused first, which is due first: the whole overflow meets each resume, up to its own
+        # length.
         left = self._share_left(turned, sum_context - pool_tokens, num / sum_context)
         return (batch / step_s) * left
 
@@ -115,23 +115,15 @@ class Load:
         link = max(offload, onboard) if kv.has_tiering else offload + onboard
         return left if link <= 1.0 else min(left, 1.0 / link)
 
-    def _capacity_at_full_length(self, row: int) -> float:
-        """Decode speed in tokens/s of the set with `row` when all of it is about to end."""
-        kv, costs = self._view.snapshot.kv, self._view.snapshot.costs
-        num, _, _, _, sum_final = self._with(row)
-        batch = max(1, int(min(kv.max_batch_size, num, kv.num_total_blocks * num / sum_final)))
-        context = sum_final * kv.tokens_per_block / num
-        return batch / costs.step_s(batch, batch * context)
-
     def _with(self, row: int) -> tuple[float, float, float, float, float]:
         s = self._view.snapshot.sessions
-        num, sum_rate, sum_context, rate_context, sum_final = self._sums
+        num, sum_rate, sum_context, turned, sum_final = self._sums
         context, rate = float(self._context[row]), float(self._rate[row])
         return (
             num + 1.0,
             sum_rate + rate,
             sum_context + context,
-            rate_context + rate * context,
+            turned + float(self._turned[row]),
             sum_final + float(s.num_blocks_final[row]),
         )
 

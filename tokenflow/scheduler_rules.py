@@ -56,20 +56,46 @@ def victims(view: View) -> Victims:
     num_tokens, num_blocks = view.overflow.after_pause(rows)
     round_trip_s = view.resume_s(num_tokens - 1, num_blocks) + view.overflow.offload_s(rows)
     round_trip_s += costs.pause_s + costs.plan_interval_s
-    spare_s = slack - (policy.conservativeness * round_trip_s + policy.slack_margin_s)
+    away_s = policy.slack_margin_s + view.away_s
+    spare_s = slack - (policy.conservativeness * round_trip_s + away_s)
     left_s = (s.max_tokens[rows] - s.num_generated[rows]) * view.step_s
     may = s.pausable[rows] & s.started[rows] & (spare_s >= 0)
     may &= s.has_reader[rows] | (s.num_pauses[rows] < policy.max_machine_pauses)
     may &= left_s > costs.pause_s + costs.resume_s
     rows, spare_s = rows[may], spare_s[may]
     ran_s = view.snapshot.now - s.running_since_time[rows]
-    p = rank(policy, s.slack_s[rows], np.zeros(len(rows)), s.started[rows], s.priority[rows])
-    order = np.argsort(p, kind="stable")
+    order = _yielding_order(view, rows)
     return Victims(
         rows[order].tolist(),
         spare_s[order].tolist(),
         (ran_s[order] >= view.quantum_s).tolist(),
     )
+
+
+def excess_order(view: View, rows: IntArray) -> IntArray:
+    """`rows` in the order in which they get what is left beyond what readers need: those that would
+    run alone in the end by what they have left, the others by what they have generated."""
+    s = view.snapshot.sessions
+    left = s.max_tokens - s.num_generated
+    num_together = len(view.running) + len(view.starting)
+    tail = left[rows] * num_together >= view.policy.tail_share * left.sum()
+    result: IntArray = rows[np.lexsort((-s.num_generated[rows], -(left[rows] * tail)))]
+    return result
+
+
+def _yielding_order(view: View, rows: IntArray) -> IntArray:
+    """Positions in `rows` of who yields first: the lower class; in it streams without a reader;
+    then those well ahead, last in the order of excess first; then the others, with most slack
+    first (lowest P)."""
+    s, policy = view.snapshot.sessions, view.policy
+    p = rank(policy, s.slack_s[rows], np.zeros(len(rows)), s.started[rows], s.priority[rows])
+    place = np.empty(len(s), dtype=np.int64)
+    place[excess_order(view, rows)] = np.arange(len(rows), 0, -1)
+    ahead = s.slack_s[rows] * s.read_rate[rows] >= policy.high_share * s.max_tokens[rows]
+    behind = np.where(ahead, place[rows], len(s) + 1)
+    keys = (p, behind, s.has_reader[rows], s.priority[rows])
+    result: IntArray = np.lexsort(keys)
+    return result
 
 
 def due_rows(view: View) -> list[int]:

@@ -89,13 +89,24 @@ class View:
 
     @property
     def quantum_s(self) -> float:
-        """Time in the engine before a stream yields to others: where a pause moves KV, long enough
-        that taking turns leaves the link most of its time."""
-        policy, least = self.policy, self.policy.min_quantum_s
+        """Time in the engine before a stream yields to others."""
+        return max(self.policy.min_quantum_s, self.away_s)
+
+    @property
+    def away_s(self) -> float:
+        """Time for which a paused stream is away at least: where pauses move KV, as long as taking
+        turns must last to leave the link most of its time; else none."""
         if not self.overflow.mean_copy_s:
-            return least
+            return 0.0
         pool_s = self.snapshot.kv.num_total_blocks * link_block_s(self.snapshot)
-        return max(least, pool_s / policy.link_share)
+        return pool_s / self.policy.link_share
+
+    @property
+    def pause_slack_s(self) -> float:
+        """Slack beyond which a mean stream may be paused."""
+        policy = self.policy
+        away_s = policy.slack_margin_s + self.away_s
+        return policy.conservativeness * self.round_trip_s + away_s
 
 
 def view_of(snapshot: Snapshot, policy: TokenflowPolicy) -> View:

@@ -3,17 +3,19 @@
 `SessionTable` holds the sessions that have not finished, finds them by handle and by executor id,
 and keeps one row of numpy columns per session so that the planner's snapshot costs microseconds.
 Invariants: a state change that is not in `TRANSITIONS` raises; a session's row mirrors its fields
-after each method of the table; a finished session leaves the table and its row is reused.
+whenever somebody looks at it; a finished session leaves the table and its row is reused.
+
+Tokens come far more often than somebody looks, so what they change is written when that happens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tokenflow.errors import InternalError
-from tokenflow.executor.api import CapacitySchedulerPolicy, num_blocks_needed
-from tokenflow.preemption import lease_of, unpausable_reason
-from tokenflow.reader import Reader
+from tokenflow.executor.api import CapacitySchedulerPolicy
+from tokenflow.occupancy import Occupancy
+from tokenflow.reader import Reader, ReaderState
 from tokenflow.session import IN_ENGINE, TRANSITIONS, Session
 from tokenflow.session_rows import SessionRows
 from tokenflow.types import GenerateRequest, SessionColumns, SessionState
@@ -37,18 +39,21 @@ class SessionTable:
         lease_tokens: int = 0,
         initial_rows: int = 64,
     ) -> None:
-        self._policy = capacity_policy
-        self._tokens_per_block = tokens_per_block
+        self._occupancy = Occupancy(
+            policy=capacity_policy,
+            tokens_per_block=tokens_per_block,
+            max_seq_len=max_seq_len,
+            max_input_len=max_input_len,
+            lease_tokens=lease_tokens,
+        )
         self._default_read_rate = default_read_rate
-        self._max_seq_len = max_seq_len
-        self._max_input_len = max_input_len
-        self._lease_tokens = lease_tokens
         self._rows = SessionRows(initial_rows)
         self._by_handle: dict[int, Session] = {}
         self._by_slot: dict[int, Session] = {}
         self._by_executor_id: dict[int, Session] = {}
         self._waiting: dict[int, Session] = {}
         self._is_waiting_in_order = True
+        self._progressed: dict[int, Session] = {}
         self._num_filled_blocks = 0
         self._counts = dict.fromkeys(SessionState, 0)
 
@@ -60,7 +65,7 @@ class SessionTable:
 
     def count(self, *states: SessionState) -> int:
         """Sessions that are in one of `states`."""
-        return sum(self._counts[state] for state in states)
+        return sum(map(self._counts.__getitem__, states))
 
     def get(self, handle: int) -> Session | None:
         """The unfinished session with this handle."""
@@ -136,10 +141,11 @@ class SessionTable:
         self.transition(session, _S.RESUMING if resumed else _S.PREFILLING, now)
         session.executor_request_id = executor_request_id
         session.enqueue_time = now
+        self._rows.set_float("wait_since_time", session.slot, now)
         session.num_enqueued_tokens = session.num_tokens
-        session.lease_end = self._lease_end(session)
+        session.lease_end = self._occupancy.lease_end(session)
         self._by_executor_id[executor_request_id] = session
-        occupied = self._num_blocks_occupied(session)
+        occupied = self._occupancy.num_blocks_occupied(session)
         self._rows.set_int("num_blocks_held", session.slot, occupied)
         self._rows.set_int("num_blocks_needed", session.slot, occupied)
         self._count_filled(session, self.num_blocks(session.num_tokens))
@@ -151,14 +157,22 @@ class SessionTable:
             session.first_token_time = now
             self._rows.set_int("started", session.slot, 1)
         session.reader.deliver(len(token_ids), now)
-        self._write_progress(session)
+        self._progressed[session.slot] = session
+
+    def deliver_each(
+        self, session: Session, token_ids: Sequence[int], times: Sequence[float]
+    ) -> None:
+        """More tokens of a session that has its first one, each at its own instant."""
+        session.output_token_ids += token_ids
+        session.reader.deliver_each(times)
+        self._progressed[session.slot] = session
 
     def acknowledge(self, session: Session, num_consumed: int, now: float) -> None:
         """The client has consumed `num_consumed` tokens in all; says nothing without a reader."""
         if not session.request.has_reader:
             return
         session.reader.acknowledge(num_consumed, now)
-        self._write_reader(session)
+        self._progressed[session.slot] = session
 
     def hold(self, session: Session, until: float | None, now: float) -> None:
         """The client holds the stream until then; None: not any more."""
@@ -177,17 +191,11 @@ class SessionTable:
 
     def unpausable_reason(self, request: GenerateRequest) -> str | None:
         """Why the request can never be paused, or None."""
-        return unpausable_reason(
-            request, max_seq_len=self._max_seq_len, max_input_len=self._max_input_len
-        )
+        return self._occupancy.unpausable_reason(request)
 
     def max_tokens_to_enqueue(self, session: Session) -> int:
         """Tokens that its next enqueue may generate: what is left, at most a lease."""
-        return lease_of(
-            session.request,
-            len(session.output_token_ids),
-            self._lease_tokens if self._is_pausable(session.request) else 0,
-        )
+        return self._occupancy.max_tokens_to_enqueue(session)
 
     def set_kept(self, session: Session, num_resume_tokens: int, num_host_blocks: int) -> None:
         """What a resume would have to compute, and to bring back from the host; while it is
@@ -204,20 +212,20 @@ class SessionTable:
 
     def num_blocks_to_start(self, session: Session) -> int:
         """Blocks that the engine must have obtainable for its next enqueue."""
-        return self._num_blocks_occupied(session)
+        return self._occupancy.num_blocks_occupied(session)
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens."""
-        return -(-num_tokens // self._tokens_per_block)
+        return self._occupancy.num_blocks(num_tokens)
 
     def num_blocks_at_full_length(self, request: GenerateRequest) -> int:
         """Blocks of prompt and max_tokens, within max_seq_len; the last token needs none."""
-        num_tokens = len(request.input_token_ids) + request.max_tokens
-        return max(1, self.num_blocks(min(num_tokens, self._max_seq_len) - 1))
+        return self._occupancy.num_blocks_at_full_length(request)
 
     @property
     def num_filled_blocks(self) -> int:
         """Blocks that sessions in the engine have filled, by our own count."""
+        self._write_progress()
         return self._num_filled_blocks
 
     def waiting_since_before(self, time: float) -> list[Session]:
@@ -234,6 +242,7 @@ class SessionTable:
 
     def columns(self, now: float) -> SessionColumns:
         """The planner's view; arrays are copies."""
+        self._write_progress()
         return self._rows.columns(now)
 
     def _fill_row(self, session: Session) -> None:
@@ -245,62 +254,44 @@ class SessionTable:
         rows.set_float("priority", slot, request.priority)
         rows.set_int("state", slot, session.state)
         rows.set_int("has_reader", slot, request.has_reader)
-        rows.set_int("pausable", slot, self._is_pausable(request))
+        rows.set_int("pausable", slot, self.unpausable_reason(request) is None)
         rows.set_int("num_prompt_tokens", slot, num_prompt)
         rows.set_int("max_tokens", slot, request.max_tokens)
         rows.set_int("num_blocks_final", slot, self.num_blocks_at_full_length(request))
         rows.set_int("num_resume_tokens", slot, num_prompt)
-        self._write_progress(session)
-
-    def _is_pausable(self, request: GenerateRequest) -> bool:
-        return self.unpausable_reason(request) is None
+        self._progressed[slot] = session
 
     def _wait_again(self, session: Session) -> None:
         """Back among those that wait. Put in order when somebody asks: a loss brings back many."""
         self._waiting[session.handle] = session
         self._is_waiting_in_order = False
 
-    def _lease_end(self, session: Session) -> int | None:
-        num_generated = len(session.output_token_ids)
-        num_tokens = self.max_tokens_to_enqueue(session)
-        rest = min(
-            session.request.max_tokens - num_generated, self._max_seq_len - session.num_tokens
-        )
-        return None if num_tokens >= rest else num_generated + num_tokens
+    def _write_progress(self) -> None:
+        """Bring the rows of those that got tokens, or have just come, up to date."""
+        if not self._progressed:
+            return
+        sessions = list(self._progressed.values())
+        self._progressed.clear()
+        rows, slots = self._rows, [session.slot for session in sessions]
+        for session in sessions:
+            if not self._occupancy.stays(session):
+                self._write_blocks(session)
+        rows.set_ints("num_generated", slots, [len(s.output_token_ids) for s in sessions])
+        unread, unread_times, rates = zip(*map(_reader_state, sessions), strict=True)
+        rows.set_floats("unread", slots, unread)
+        rows.set_floats("unread_time", slots, unread_times)
+        rows.set_floats("read_rate", slots, rates)
 
-    def _write_reader(self, session: Session) -> None:
-        unread, unread_time, rate = session.reader.state
-        if session.reader.started and not session.request.has_reader:
-            unread = float("inf")
-        slot, rows = session.slot, self._rows
-        rows.set_float("unread", slot, unread)
-        rows.set_float("unread_time", slot, unread_time)
-        rows.set_float("read_rate", slot, rate)
-
-    def _write_progress(self, session: Session) -> None:
-        slot, rows = session.slot, self._rows
-        self._write_reader(session)
-        rows.set_int("num_generated", slot, len(session.output_token_ids))
-        occupied = self._num_blocks_occupied(session)
-        rows.set_int("num_blocks_needed", slot, occupied)
+    def _write_blocks(self, session: Session) -> None:
+        occupied = self._occupancy.num_blocks_occupied(session)
+        self._rows.set_int("num_blocks_needed", session.slot, occupied)
         if session.state in IN_ENGINE:
-            rows.set_int("num_blocks_held", slot, occupied)
+            self._rows.set_int("num_blocks_held", session.slot, occupied)
             self._count_filled(session, self.num_blocks(session.num_tokens))
 
     def _count_filled(self, session: Session, num_blocks: int) -> None:
         self._num_filled_blocks += num_blocks - session.num_filled_blocks
         session.num_filled_blocks = num_blocks
-
-    def _num_blocks_occupied(self, session: Session) -> int:
-        """What the engine's capacity policy counts for this session at its present length."""
-        num_tokens = session.num_tokens
-        if session.state not in IN_ENGINE:
-            num_left = self.max_tokens_to_enqueue(session)
-        else:
-            end = session.lease_end or session.request.max_tokens
-            num_left = max(1, end - len(session.output_token_ids))
-        num_left = max(1, min(num_left, self._max_seq_len - num_tokens))
-        return num_blocks_needed(self._policy, self._tokens_per_block, num_tokens, num_left)
 
     def _leave_engine(self, session: Session) -> None:
         if session.executor_request_id is not None:
@@ -308,7 +299,9 @@ class SessionTable:
             session.executor_request_id = None
         session.lease_end = None
         self._rows.set_int("num_blocks_held", session.slot, 0)
-        self._rows.set_int("num_blocks_needed", session.slot, self._num_blocks_occupied(session))
+        self._rows.set_int(
+            "num_blocks_needed", session.slot, self._occupancy.num_blocks_occupied(session)
+        )
         self.set_copied(session, 0)
         self._count_filled(session, 0)
 
@@ -316,4 +309,13 @@ class SessionTable:
         self._leave_engine(session)
         del self._by_handle[session.handle]
         del self._by_slot[session.slot]
+        self._progressed.pop(session.slot, None)
         self._rows.give_back(session.slot)
+
+
+def _reader_state(session: Session) -> ReaderState:
+    """Of a session without a reader, infinitely much is unread."""
+    reader = session.reader
+    if session.request.has_reader or not reader.started:
+        return reader.state
+    return reader.state._replace(unread=float("inf"))

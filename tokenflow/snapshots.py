@@ -53,7 +53,7 @@ class Snapshots:
                 capacity_policy=self._capacity_policy,
                 tokens_per_block=self._tokens_per_block,
                 num_total_blocks=self._num_total_blocks,
-                num_free_blocks=max(0, self._num_total_blocks - num_blocks_held),
+                num_free_blocks=self._num_total_blocks - num_blocks_held,
                 max_batch_size=self._max_batch_size,
                 num_host_blocks=self._whereabouts.num_host_blocks,
                 has_tiering=has_tiering,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -85,8 +86,7 @@ class GenerateRequest:
     timeout_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenEvent:
+class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What the runtime tells the sender about one request.
 
     handle: the runtime's key of the request (unique; request_id is the client's and may repeat).
@@ -157,7 +157,8 @@ class SessionColumns:
 
     slot: identity that a Decision refers to.
     state: SessionState values.
-    wait_since_time: since when it waits (arrival, or the pause); undefined while running.
+    wait_since_time: since when it waits (arrival, or the pause), or is being started; undefined
+        while running.
     running_since_time: first token since its (re)start; undefined while it is not RUNNING.
     slack_s: seconds until its reader runs dry; NaN before the first token, +inf without a reader.
     held: the client holds its stream paused: it may not be started.
@@ -207,7 +208,8 @@ class SessionColumns:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvView:
     """The engine's room. num_free_blocks: the pool less what sessions in the engine hold
-    (`num_blocks_held`), those that are PAUSING included; cached blocks count as free.
+    (`num_blocks_held`), those that are PAUSING included; cached blocks count as free. Below 0 while
+    the engine holds back requests that find no block, or some that leave still hold theirs.
 
     num_host_blocks: size of the host tier. has_tiering: blocks can be copied ahead of need
     (`kv_api.KvTiering`).

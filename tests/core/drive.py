@@ -289,7 +289,7 @@ class Driver:
         check_whereabouts(self.h)
         kv = snapshot.kv
         num_held = int(snapshot.sessions.num_blocks_held.sum())
-        assert kv.num_free_blocks == max(0, kv.num_total_blocks - num_held)
+        assert kv.num_free_blocks == kv.num_total_blocks - num_held
         self.model.check_times(snapshot.sessions)
         assert min(asdict(snapshot.costs).values()) >= 0
 

@@ -45,7 +45,10 @@ SCENARIOS = {
     "machines": (machines(demo(), 2), SimEngine()),
     "pool_bound": (demo(), _POOL_BOUND),
     "overload": (sustained(1.5, num=30), SimEngine()),
-    "tiers_by_rules": (_FAST, dataclasses.replace(_TIERED, kv_tiering=False)),
+    "tiers_by_rules": (
+        _FAST,
+        dataclasses.replace(_TIERED, num_total_blocks=52, kv_tiering=False),
+    ),
     "tiers_told": (_FAST, _TIERED),
 }
 _PER_REASON = 3

@@ -104,7 +104,7 @@ def test_how_often_somebody_was_paused_does_not_count(num_pauses: int) -> None:
     """The same at one instant."""
     often = [paused(40.0, num_pauses=num_pauses) for _ in range(20)]
     rows = [*[running(40.0)] * 8, *often, waiting()]
-    assert plan(snapshot(rows, max_batch_size=8), POLICY).admit == (38,)
+    assert plan(snapshot(rows, max_batch_size=8, num_total_blocks=256), POLICY).admit == (38,)
 
 
 @pytest.mark.parametrize("capacity_policy", [NO_EVICT, MAX_UTIL])

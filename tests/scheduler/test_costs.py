@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from tests.scheduler.build import paused, running, snapshot, waiting
@@ -89,6 +90,33 @@ def test_one_constant_load_gives_its_step_and_no_nonsense() -> None:
     )
     assert 0 < estimate.prefill_tokens_per_s < 1e6
     assert min(estimate.step_per_sequence_s, estimate.step_per_context_token_s) >= 0
+
+
+def test_the_cost_of_prefill_is_not_forgotten_while_nobody_is_prefilled() -> None:
+    model = CostModel()
+    feed(model, 200)
+    for i in range(1000):
+        num_gen = 1 + i % 8
+        model.observe_iteration(iteration(num_gen, num_gen * (50 + i % 300), 0))
+    assert model.estimate(0.05).prefill_tokens_per_s == pytest.approx(2600, rel=0.15)
+
+
+def test_prefill_that_hides_the_reading_of_weights_does_not_make_decoding_look_fast() -> None:
+    """An accelerator: 20 ms to read the weights, in which 170 tokens of a chunk are computed."""
+
+    def step(num_gen: int, context: int, prefill: int) -> IterationStats:
+        seconds = max(0.020, prefill / 8500) + 0.15e-6 * context
+        template = iteration(num_gen, context, prefill)
+        return msgspec.structs.replace(template, iter_latency_ms=1e3 * seconds)
+
+    model, rng = CostModel(), random.Random(1)
+    for i in range(1000):
+        num_gen = rng.randint(1, 60)
+        prefill = rng.randint(300, 1000) if i > 40 else 0
+        model.observe_iteration(step(num_gen, num_gen * rng.randint(500, 800), prefill))
+    estimate = model.estimate(0.05)
+    assert estimate.step_s(28, 42_000) == pytest.approx(0.020 + 0.15e-6 * 42_000, rel=0.15)
+    assert estimate.prefill_tokens_per_s == pytest.approx(8500, rel=0.1)
 
 
 def test_follows_a_change_of_speed_within_a_few_iterations() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.scheduler.build import MAX_UTIL, NOW, paused, running, snapshot, waiting
-from tokenflow.policies import ExcessOrder, FcfsReservePolicy, TokenflowPolicy
+from tokenflow.policies import FcfsReservePolicy, TokenflowPolicy
 from tokenflow.scheduler import plan
 from tokenflow.types import Decision, SessionState
 
@@ -107,13 +107,15 @@ def test_leaving_streams_count_as_gone(state: SessionState) -> None:
 
 
 def test_no_more_victims_than_slots_and_blocks_are_short() -> None:
+    """In the order of yielding the first two would be paused; the second alone is enough."""
     rows = [
-        running(9.0, num_blocks_needed=2),
-        running(8.0, num_blocks_needed=20),
-        running(7.0, num_blocks_needed=20),
+        running(9.0, num_blocks_needed=2, num_generated=90),
+        running(9.0, num_blocks_needed=20),
+        running(9.0, num_blocks_needed=20, num_generated=110),
         waiting(num_blocks_needed=20, num_blocks_final=20),
     ]
-    decision = decide(rows, max_batch_size=4, num_total_blocks=45)
+    policy = TokenflowPolicy(tail_share=100.0)
+    decision = decide(rows, policy, max_batch_size=4, num_total_blocks=45)
     assert (decision.pause, decision.admit) == ((11,), (13,))
 
 
@@ -223,11 +225,35 @@ def test_higher_classes_are_admitted_first() -> None:
 
 
 def test_prefill_under_way_is_bounded_by_the_least_slack() -> None:
-    long = {"num_prompt_tokens": 2600, "num_resume_tokens": 2600}
-    rows = [running(0.4), waiting(**long), waiting(**long)]
-    assert decide(rows).admit == (11,)
-    rows[0] = running(9.0)
-    assert decide(rows).admit == (11, 12)
+    """0.1 s each, two within a reader's token of 0.25 s; within 0.15 s of slack only one."""
+    prompt = {"num_prompt_tokens": 260, "num_resume_tokens": 260}
+    rows = [running(9.0), *[waiting(**prompt)] * 3]
+    assert decide(rows, max_batch_size=8).admit == (11, 12)
+    rows[0] = running(0.15)
+    assert decide(rows, max_batch_size=8).admit == (11,)
+
+
+def test_whoever_starts_wants_its_second_token_before_a_crowd_is_prefilled() -> None:
+    """Nobody runs yet: a whole batch at once would make the first of them wait for it."""
+    prompt = {"num_prompt_tokens": 260, "num_resume_tokens": 260}
+    assert decide([waiting(**prompt)] * 8, max_batch_size=8).admit == (10, 11)
+    machines = [waiting(has_reader=False, **prompt)] * 8
+    assert len(decide(machines, max_batch_size=8).admit) == 8
+
+
+def test_streams_well_ahead_yield_before_the_others_and_the_furthest_goes_on() -> None:
+    """24 of 40 s are 10 % of the output: of those beyond it the one with fewest tokens yields."""
+    reading = {"read_rate": 1.0, "max_tokens": 240}
+    rows = [
+        running(20.0, num_generated=60, **reading),
+        running(40.0, num_generated=120, **reading),
+        running(30.0, num_generated=100, **reading),
+        waiting(),
+    ]
+    policy = TokenflowPolicy(tail_share=100.0)
+    assert decide(rows, policy, max_batch_size=3).pause == (12,)
+    rows[1] = rows[2] = running(22.0, num_generated=100, **reading)
+    assert decide(rows, policy, max_batch_size=3).pause == (11,)  # nobody is: most slack first
 
 
 def test_excess_goes_to_a_stream_that_is_nearly_read_out() -> None:
@@ -301,7 +327,7 @@ def test_the_order_of_excess_is_the_policys() -> None:
     old = paused(30.0, num_generated=150)
     young = paused(30.0, num_generated=110)
     rows = [running(0.1, num_generated=10), old, young]
-    by_rest = TokenflowPolicy(excess_order=ExcessOrder.LONGEST_REMAINING)
-    by_age = TokenflowPolicy(excess_order=ExcessOrder.MOST_GENERATED)
+    by_rest = TokenflowPolicy(tail_share=0.0)
+    by_age = TokenflowPolicy(tail_share=100.0)
     assert decide(rows, by_rest, max_batch_size=2).resume == (12,)
     assert decide(rows, by_age, max_batch_size=2).resume == (11,)
