@@ -36,6 +36,8 @@ class CopyCostModel:
     def observe(self, stats: KvTierStats) -> float:
         """Learn from the totals at the end of an iteration; returns the seconds for which steps
         waited for copies since the last call."""
+        if all(getattr(stats, name) == self._totals[name] for name in _TOTALS):
+            return 0.0
         now = {name: float(getattr(stats, name)) for name in _TOTALS}
         if any(now[name] < self._totals[name] for name in _TOTALS):
             self._totals = dict.fromkeys(_TOTALS, 0.0)

@@ -68,6 +68,23 @@ class EngineFeedback:
                 self._on_result(session, response.result, now)
         return self._changed
 
+    def num_tokens_to_change(self, session: Session | None) -> int:
+        """How many more tokens of a session are no new situation: no first one, none that is
+        discarded, none at or right before its end."""
+        if session is None or session.state not in (_S.RUNNING, _S.PAUSING):
+            return 0
+        end = session.lease_end or session.request.max_tokens
+        return max(0, end - 2 - len(session.output_token_ids))
+
+    def on_decoded(
+        self, sessions: Sequence[Session], token_ids: Sequence[int], times: Sequence[float]
+    ) -> None:
+        """Each of `sessions` got `token_ids`, one at each of `times`, and for none of them it is
+        more than `num_tokens_to_change`. The same as their responses, but that nobody is told."""
+        for session in sessions:
+            self._table.deliver_each(session, token_ids, times)
+        self._answers.counters.num_output_tokens += len(times) * len(sessions)
+
     def take_lease_ended(self) -> list[Session]:
         """Sessions whose lease ended since the last call."""
         sessions, self._lease_ended_now = self._lease_ended_now, []
@@ -108,8 +125,8 @@ class EngineFeedback:
         token_ids = result.output_token_ids[0] if result.output_token_ids else []
         if token_ids:
             self._on_tokens(session, token_ids, result, now)
-        if token_ids and not session.answered and not self._ends(session, result):
-            self._answers.tokens(session, token_ids, result, now)
+            if not session.answered and not self._ends(session, result):
+                self._answers.tokens(session, token_ids, result, now)
         if result.is_final:
             self._on_final(session, result, now)
 

@@ -16,6 +16,7 @@ Pure: `now` is an argument. An instant earlier than the latest one seen counts a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,9 @@ client reports beyond them is a machine or a paused screen, and neither should s
 
 _MIN_LEARN_S = 0.5
 """Shortest interval a rate is learned from; shorter ones are joined to the next."""
+
+_SURELY = 1.0 + 1e-6
+"""Beyond this ratio, one number is greater than the other however both were rounded."""
 
 _LEARN_WEIGHT = 0.3
 """Weight of a new interval against what was learned before."""
@@ -96,9 +100,8 @@ class Reader:
     @property
     def state(self) -> ReaderState:
         """The state that `slack_s` (the column form) continues from."""
-        if not self.started:
-            return ReaderState(math.nan, self._time, self._rate)
-        return ReaderState(self._unread, self._time, self._rate)
+        unread = self._unread if self._delivered else math.nan
+        return ReaderState(unread, self._time, self._rate)
 
     def unread(self, now: float) -> float:
         """Tokens delivered and not yet read at `now`; 0 before the first token."""
@@ -116,18 +119,42 @@ class Reader:
 
     def deliver(self, num_tokens: int, now: float) -> None:
         """`num_tokens` (>= 0, ValueError) more tokens reached the client at `now`."""
-        if num_tokens < 0:
-            raise ValueError(f"num_tokens must be >= 0, got {num_tokens}")
-        if num_tokens == 0:
+        if num_tokens <= 0:
+            if num_tokens < 0:
+                raise ValueError(f"num_tokens must be >= 0, got {num_tokens}")
             return
-        if self.started:
+        if self._delivered:
             self._settle(now)
-            self._note_pace(now)
+            if not self._declared:
+                self._note_pace(now)
         else:
             self._time = now
             self._anchor_time = now
         self._unread += num_tokens
         self._delivered += num_tokens
+
+    def deliver_each(self, times: Sequence[float]) -> None:
+        """One more token at each of these instants, in order; as `deliver`, which has been called
+        before."""
+        if not self._declared:
+            for now in times:
+                self.deliver(1, now)
+            return
+        rate, time, unread = self._rate, self._time, self._unread
+        for now in times:
+            elapsed = now - time
+            if elapsed > 0:
+                num_read = rate * elapsed
+                if unread <= _SURELY * num_read:  # else there is no stall, however this is rounded
+                    stall_s = elapsed - unread / rate
+                    if stall_s > 0:
+                        self._stall_s += stall_s
+                left = unread - num_read
+                unread = left if left > 0 else 0.0
+                time = now
+            unread += 1
+        self._time, self._unread = time, unread
+        self._delivered += len(times)
 
     def acknowledge(self, num_consumed: int, now: float) -> None:
         """The client says at `now` that it has read `num_consumed` tokens since the start.
@@ -143,10 +170,15 @@ class Reader:
             self._learn(claimed)
 
     def _settle(self, now: float) -> None:
-        """Read up to `now` at the current rate."""
-        if now > self._time:
-            self._stall_s = self.stall_s(now)
-            self._unread = self.unread(now)
+        """Read up to `now` at the current rate. As `stall_s` and `unread` say, in one place: this
+        happens with every token."""
+        elapsed = now - self._time
+        if elapsed > 0:
+            unread, rate = self._unread, self._rate
+            stall_s = elapsed - unread / rate
+            if stall_s > 0:
+                self._stall_s += stall_s
+            self._unread = max(0.0, unread - rate * elapsed)
             self._time = now
 
     def _note_pace(self, now: float) -> None:

@@ -7,6 +7,8 @@ fancy-indexing call each instead of one per column. A row belongs to a session f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from tokenflow.reader import slack_s
@@ -78,6 +80,14 @@ class SessionRows:
     def set_int(self, name: str, slot: int, value: int) -> None:
         """Write one whole number, or a truth value."""
         self._ints[_I[name], slot] = value
+
+    def set_floats(self, name: str, slots: Sequence[int], values: Sequence[float]) -> None:
+        """Write one number of each of several rows."""
+        self._floats[_F[name], slots] = values
+
+    def set_ints(self, name: str, slots: Sequence[int], values: Sequence[int]) -> None:
+        """Write one whole number of each of several rows."""
+        self._ints[_I[name], slots] = values
 
     def columns(self, now: float) -> SessionColumns:
         """All taken rows in order; arrays are copies."""

@@ -54,12 +54,15 @@ class TierTotals:
     def observe(self, stats: KvTierStats, now: float) -> None:
         """An iteration ended with these figures."""
         before, self.now = self.now, stats
-        added = {}
+        if stats == before:
+            return
+        added = dict.fromkeys(_TOTALS, 0)
         for name, counter in _TOTALS.items():
             total = getattr(stats, name)
             known = 0 if before is None else getattr(before, name)
-            added[name] = total - known if total >= known else total
-            setattr(self._counters, counter, getattr(self._counters, counter) + added[name])
+            if total != known:
+                added[name] = total - known if total >= known else total
+                setattr(self._counters, counter, getattr(self._counters, counter) + added[name])
         failed = added["num_offloads_failed"], added["num_onboards_failed"]
         if any(failed):
             self._warnings.copies_failed(*failed, stats.last_copy_error, now)

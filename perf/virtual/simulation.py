@@ -7,6 +7,10 @@ instant, all events of an instant come before the plan they call for, and comman
 next boundary. Responses arrive a little after the step that made them, so the next step has begun
 when they do. Nothing is random: same requests, engine and planner, same run.
 
+Steps in which nothing can change are made together: what they do to each sequence and each session
+is written down when somebody looks (decode_run.py, decoded.py). With `together` off that is after
+each step, and all else is the same.
+
 Invariants: time never goes back; each request's tokens are counted as its client receives them.
 """
 
@@ -18,9 +22,13 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from perf.virtual.decoded import DecodedTokens
+from perf.virtual.prompts import PromptTokens
 from perf.virtual.values import SimEngine, SimRequest, SimResult, SimSeq, SimStep
 from tokenflow.coordinator import Coordinator, Planner
+from tokenflow.costs import CostModel
 from tokenflow.executor.api import ExecutorConfig, Request, SamplingConfig
+from tokenflow.inflight.decode_run import DecodedStep, DecodeRuns
 from tokenflow.inflight.stepped import SteppedExecutor
 from tokenflow.inflight.virtual_runner import VirtualRunner
 from tokenflow.trace import Tracer
@@ -31,6 +39,8 @@ class Simulation:
     """Runs `requests` on `engine` with `planner`; see `run`.
 
     observe: called with each step of the engine as it begins.
+    together: make steps together in which nothing can change; the result is the same.
+    costs: what the planner knows of the engine's costs at the beginning; None: nothing.
     """
 
     def __init__(
@@ -41,17 +51,27 @@ class Simulation:
         *,
         tracer: Tracer | None = None,
         observe: Callable[[SimStep], None] | None = None,
+        together: bool = True,
+        costs: CostModel | None = None,
     ) -> None:
         self._engine = engine or SimEngine()
         config = self._engine.config()
-        self._runner = VirtualRunner(self._engine.step_s, self._engine.copy_costs)
-        self._executor = _AnyKindExecutor(self._runner, config.executor_config())
-        self._coordinator = Coordinator(self._executor, config, planner, self._take, tracer)
+        self._runner = VirtualRunner(
+            self._engine.step_s, self._engine.copy_costs, self._engine.decode_cost
+        )
+        executor_config = msgspec.structs.replace(
+            config.executor_config(), overlap_copies=self._engine.overlap_copies
+        )
+        self._executor = _AnyKindExecutor(self._runner, executor_config, together)
+        self._coordinator = Coordinator(self._executor, config, planner, self._take, tracer, costs)
+        self._decoded = DecodedTokens(self._coordinator, self._take_each)
         self._observe = observe
         self._in_step = False
+        self._now = 0.0
         self._order = itertools.count()
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._seqs: dict[int, SimSeq] = {}
+        self._prompts = PromptTokens()
         self._num_told = 0
         self._last_arrival_time = 0.0
         self.result = SimResult(seqs=[])
@@ -60,29 +80,49 @@ class Simulation:
 
     def run(self, until: float = 600.0) -> SimResult:
         """Run to the end of all requests; RuntimeError if they have not ended by `until`."""
-        coordinator, now = self._coordinator, 0.0
-        while self._events or len(coordinator.table):
-            event_time = self._events[0][0] if self._events else float("inf")
-            now = min(event_time, max(now, coordinator.next_plan_time()))
-            if now > until:
-                raise RuntimeError(f"{len(coordinator.table)} requests not done at {until} s")
-            while self._events and self._events[0][0] <= now:
-                heapq.heappop(self._events)[2](now)
-            if now >= coordinator.next_plan_time():
-                coordinator.plan(now)
-            if not self._in_step and self._executor.batcher.has_work:
-                self._begin_step(now)
+        if not self.advance(until):
+            raise RuntimeError(f"{len(self._coordinator.table)} requests not done at {until} s")
         self._executor.batcher.check_integrity()
-        counters = coordinator.counters
+        counters = self._coordinator.counters
         self.result.num_pauses = counters.num_pauses
         self.result.num_forced = counters.num_forced_pauses
         self.result.num_internal_pauses = counters.num_internal_pauses
         self.result.num_lease_ends = counters.num_lease_ends
         self.result.num_recomputed_tokens = counters.num_recomputed_tokens
-        self.result.counters, self.result.tiers = counters, coordinator.tiers
+        self.result.counters, self.result.tiers = counters, self._coordinator.tiers
         num_received = sum(len(q.token_times) for q in self.result.seqs)
         self.result.num_thrown_away = self._runner.num_sampled - num_received
         return self.result
+
+    def advance(self, until: float) -> bool:
+        """Go on to `until`, that instant included; True if all requests have ended. What the last
+        steps did may not be written down yet."""
+        coordinator = self._coordinator
+        while self._events or len(coordinator.table):
+            event_time = self._events[0][0] if self._events else float("inf")
+            now = min(event_time, max(self._now, coordinator.next_plan_time()))
+            if now > until:
+                return False
+            self._now = now
+            while self._events and self._events[0][0] <= now:
+                heapq.heappop(self._events)[2](now)
+            if now >= coordinator.next_plan_time():
+                self._decoded.settle()
+                coordinator.plan(now)
+                self._decoded.planned()
+            if not self._in_step and self._executor.batcher.has_work:
+                self._begin_step(now)
+        return True
+
+    @property
+    def costs(self) -> CostModel:
+        """What the planner has learned of the engine's costs."""
+        return self._coordinator.costs
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that the engine computed so far."""
+        return self._runner.num_steps
 
     def _at(self, time: float, event: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (time, next(self._order), event))
@@ -94,9 +134,7 @@ class Simulation:
         self.result.seqs.append(self._seqs[handle])
         generate = GenerateRequest(
             request_id=str(handle),
-            # Otherwise no two prompts share a block.
-            input_token_ids=(0,) * request.num_shared_tokens
-            + (handle,) * (request.num_prompt_tokens - request.num_shared_tokens),
+            input_token_ids=self._prompts.token_ids(handle, request),
             max_tokens=request.max_tokens,
             arrival_time=request.arrival_time,
             read_rate=request.read_rate,
@@ -104,10 +142,17 @@ class Simulation:
             priority=request.priority,
             sampling_config=SamplingConfig(beam_width=1 if request.pausable else 2),
         )
-        self._at(request.arrival_time, lambda now: coordinator.submit(handle, generate, now))
+        self._at_client(request.arrival_time, lambda t: coordinator.submit(handle, generate, t))
         if request.cancel_after_s is not None:
             leave_time = request.arrival_time + request.cancel_after_s
-            self._at(leave_time, lambda now: coordinator.cancel(handle, now))
+            self._at_client(leave_time, lambda t: coordinator.cancel(handle, t))
+
+    def _at_client(self, time: float, event: Callable[[float], None]) -> None:
+        def happen(now: float) -> None:
+            self._decoded.look_again()
+            event(now)
+
+        self._at(time, happen)
 
     def _take(self, event: TokenEvent) -> None:
         seq = self._seqs[event.handle]
@@ -115,6 +160,9 @@ class Simulation:
         if event.end is not None:
             seq.end, seq.end_time = event.end, event.time
             seq.error, seq.retryable, seq.usage = event.error, event.retryable, event.usage
+
+    def _take_each(self, handle: int, times: Sequence[float]) -> None:
+        self._seqs[handle].token_times += times
 
     def _begin_step(self, now: float) -> None:
         runner, executor = self._runner, self._executor
@@ -131,6 +179,7 @@ class Simulation:
         self.result.idle_slot_s += idle * runner.step_s
         self.result.busy_slot_s += num_scheduled * runner.step_s
         if self._observe is not None:
+            self._decoded.settle()
             self._observe(
                 SimStep(
                     start_time=now,
@@ -149,14 +198,23 @@ class Simulation:
 
     def _tell(self, now: float) -> None:
         """Send what the engine has to say on its way to the coordinator, in order."""
-        responses = self._executor.await_responses()
-        if not responses:
+        responses, decoded = self._executor.await_responses(), self._executor.take_decoded()
+        if not responses and decoded is None:
             return
         stats = self._executor.get_latest_iteration_stats()
+        for entry in stats:
+            tiers = entry.kv_tier_stats
+            if tiers is not None:
+                num_host = tiers.num_host_cached_blocks + tiers.num_host_in_transit_blocks
+                self.result.num_host_blocks_peak = max(self.result.num_host_blocks_peak, num_host)
 
         def arrive(then: float) -> None:
             self._coordinator.on_stats(stats, then)
-            self._coordinator.on_responses(responses, then)
+            if decoded is not None:
+                self._decoded.arrive(decoded, then)
+            else:
+                self._decoded.look_again()
+                self._coordinator.on_responses(responses, then)
 
         delays = self._engine.response_delays_s
         delay_s = delays[self._num_told % len(delays)]
@@ -169,12 +227,33 @@ class _AnyKindExecutor(SteppedExecutor):
     """Also runs what the embedded engine refuses, like any other request: only the coordinator's
     side of such a kind is of interest here.
 
-    handles: the coordinator's handle of each engine id.
+    handles: the coordinator's handle of each engine id. together: see Simulation.
     """
 
-    def __init__(self, runner: VirtualRunner, config: ExecutorConfig) -> None:
+    def __init__(self, runner: VirtualRunner, config: ExecutorConfig, together: bool) -> None:
         super().__init__(runner, config)
         self.handles: dict[int, int] = {}
+        self._runs = DecodeRuns(self.batcher, runner) if together else None
+        self._decoded: DecodedStep | None = None
+
+    def begin(self, now: float) -> None:
+        """See SteppedExecutor."""
+        if self._runs is None or not self._runs.begin(now):
+            super().begin(now)
+
+    def end(self, now: float) -> None:
+        """See SteppedExecutor; what a step said that was made together with others is in
+        `take_decoded`."""
+        self._decoded = None if self._runs is None else self._runs.end(now)
+        if self._decoded is None:
+            super().end(now)
+        else:
+            self._stats.append(self._decoded.stats)
+
+    def take_decoded(self) -> DecodedStep | None:
+        """What the step that has just ended made, if it made nothing but one token of each."""
+        decoded, self._decoded = self._decoded, None
+        return decoded
 
     def enqueue_requests(self, requests: Sequence[Request]) -> list[int]:
         plain = [msgspec.structs.replace(r, sampling_config=SamplingConfig()) for r in requests]

@@ -16,7 +16,7 @@ from tokenflow.answers import Counters
 from tokenflow.config import ServingConfig
 from tokenflow.executor.kv_api import KvTierStats
 from tokenflow.inflight.runner import SequenceChunk
-from tokenflow.inflight.virtual_runner import StepCost
+from tokenflow.inflight.virtual_runner import DecodeCost, DecodeCosts, StepCost
 from tokenflow.inflight.virtual_transport import CopyCosts
 from tokenflow.metrics import Stream
 from tokenflow.types import EndReason, Usage
@@ -30,7 +30,10 @@ class SimRequest:
 
     read_rate: tokens/s; None: no reader (it counts with the default rate).
     pausable: False makes it of a kind that may never be paused (beam search).
-    num_shared_tokens: leading tokens of the prompt that every request has; no others are shared.
+    num_shared_tokens: leading tokens of the prompt that every request has.
+    conversation: key of the conversation that it is a turn of, if any. num_history_tokens: leading
+        tokens of the prompt that are the prompt and the whole answer of its previous turn (which
+        begin with those of the turns before); instead of num_shared_tokens. No others are shared.
     cancel_after_s: its client leaves so long after the arrival, if it has not ended by then.
     """
 
@@ -43,6 +46,8 @@ class SimRequest:
     kind: str = "reader"
     num_shared_tokens: int = 0
     cancel_after_s: float | None = None
+    conversation: int | None = None
+    num_history_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +61,13 @@ class SimEngine:
         prefill_tokens_per_s.
     num_host_blocks: size of the host tier; 0 = none. kv_tiering: it is told what to do ahead of
         need, else TensorRT-LLM's rules hold. block_bytes, copy_bytes_per_s: KV of one block, and
-        how fast it is copied, in each direction.
+        how fast it is copied, in each direction. copy_duplex_share: see CopyCosts.duplex_share.
+    is_warm: the server has run before: what the engine costs is known when the first request of the
+        run arrives (the laboratory's policies are run so).
     has_kv_events: the runtime mirrors the cache, else it estimates.
+    overlap_copies: copies ahead of need run beside the steps, else steps wait for them.
+    has_retention: requests say what their blocks are worth; those of a stock deployment do not.
+    plan_interval_s: see ServingConfig.
     """
 
     max_batch_size: int = 8
@@ -79,7 +89,12 @@ class SimEngine:
     kv_tiering: bool = False
     block_bytes: int = 1 << 20
     copy_bytes_per_s: float = 4e9
+    copy_duplex_share: float = 1.0
     has_kv_events: bool = True
+    is_warm: bool = False
+    overlap_copies: bool = True
+    has_retention: bool = True
+    plan_interval_s: float = ServingConfig.plan_interval_s
     step_cost: StepCost | None = None
 
     @property
@@ -89,11 +104,24 @@ class SimEngine:
             block_bytes=self.block_bytes,
             offload_bytes_per_s=self.copy_bytes_per_s,
             onboard_bytes_per_s=self.copy_bytes_per_s,
+            duplex_share=self.copy_duplex_share,
+        )
+
+    @property
+    def decode_cost(self) -> DecodeCost | None:
+        """`step_s` of a step that only decodes, from its sums; None where that cannot be had."""
+        costs, factors = self.step_cost, self.step_factors
+        if not isinstance(costs, DecodeCosts):
+            return None
+        return lambda num_sequences, num_context_tokens, step: (
+            costs.decode_s(num_sequences, num_context_tokens) * factors[step % len(factors)]
         )
 
     def config(self) -> ServingConfig:
         """The product's configuration; waiting time has no bound."""
         return ServingConfig(
+            # The planner is given; here it decides who sends retention priorities.
+            scheduling_policy="tokenflow" if self.has_retention else "fcfs-reserve",
             max_batch_size=self.max_batch_size,
             max_num_tokens=self.max_num_tokens,
             max_seq_len=self.max_seq_len,
@@ -107,6 +135,7 @@ class SimEngine:
             kv_event_buffer_max_size=_MAX_KV_EVENTS if self.has_kv_events else 0,
             max_queue_size=self.max_queue_size,
             max_queue_delay_s=86_400,
+            plan_interval_s=self.plan_interval_s,
         )
 
     def step_s(self, chunks: Sequence[SequenceChunk], step: int) -> float:
@@ -182,6 +211,7 @@ class SimResult:
     num_lease_ends: enqueues that ended at their lease while the request went on.
     num_thrown_away: tokens that the engine sampled and no client got.
     counters: everything that the coordinator counted. tiers: both KV tiers at the end.
+    num_host_blocks_peak: most blocks that the host tier ever held or was being given.
     """
 
     seqs: list[SimSeq]
@@ -195,6 +225,7 @@ class SimResult:
     busy_slot_s: float = 0.0
     counters: Counters = field(default_factory=Counters)
     tiers: KvTierStats | None = None
+    num_host_blocks_peak: int = 0
 
     def streams(self, kind: str | None = None) -> list[Stream]:
         """The measured streams, in order of arrival."""

@@ -40,7 +40,7 @@ from tokenflow.executor.api import (
 )
 from tokenflow.inflight.admission import AdmissionLimits, check_engine_limits
 from tokenflow.inflight.capacity import capacity_policy
-from tokenflow.inflight.iteration import Iteration, StepResult
+from tokenflow.inflight.iteration import Iteration, IterationLog, StepResult
 from tokenflow.inflight.kv_cache import KvCacheManager
 from tokenflow.inflight.pools import allocate_pools, num_pool_blocks
 from tokenflow.inflight.request_queue import RequestQueue
@@ -66,6 +66,7 @@ class InflightBatcher:
     num_host_blocks, block_bytes: blocks of the host pool, and bytes of one block.
     num_failed_steps: steps that the runner failed since the last one that it computed.
     last_failure: what the last of them said.
+    log: the iterations so far.
     """
 
     def __init__(self, runner: Runner, config: ExecutorConfig) -> None:
@@ -86,10 +87,9 @@ class InflightBatcher:
         self._kv_commands: list[KvCommand] = []
         self._active: list[SequenceState] = []
         self._iteration: Iteration | None = None
-        self._iter = 0
-        self._num_completed = 0
-        self._last_num_active = 0
+        self.log = IterationLog(config.max_batch_size)
         self._context_waited = False
+        self._has_freed = False
         self.num_failed_steps = 0
         self.last_failure = ""
 
@@ -106,7 +106,7 @@ class InflightBatcher:
     @property
     def has_work(self) -> bool:
         """False when a step would do nothing."""
-        return bool(self._queue or self._active or self._last_num_active or self._kv_commands)
+        return bool(self._queue or self._active or self.log.last_num_active or self._kv_commands)
 
     def enqueue(self, request_id: int, request: Request) -> None:
         """Queue a request; ids must be unique over the batcher's life."""
@@ -132,16 +132,13 @@ class InflightBatcher:
         responses = self._queue.admit()
         responses += self._take_cancels()
         self.kv.begin(now)
-        commands = self._kv_commands[:_MAX_COMMANDS]
-        del self._kv_commands[:_MAX_COMMANDS]
-        for command in commands:
-            command(self.kv.ahead)
-        self._queue.fetch(self._active, self._config.max_batch_size)
         iteration = Iteration(now)
-        iteration.has_commands = bool(commands)
+        iteration.has_commands = self.carry_out_commands()
+        self._queue.fetch(self._active, self._config.max_batch_size)
         iteration.num_paused = self._capacity.schedule(
             self._active, self.kv, self._config.max_batch_size
         )
+        self._has_freed = False
         responses += self._introduce_to_runner()
         iteration.chunks, self._context_waited = self._budget.choose(
             [s for s in self._active if s.is_started], context_waited=self._context_waited
@@ -171,6 +168,7 @@ class InflightBatcher:
         damaged = self.kv.take_damaged()
         for sequence in [s for s in self._active if s.blocks in damaged]:
             sequence.restart(self.kv)
+            self._has_freed = True
             iteration.drop(sequence)
         self.kv.forget_lost()
 
@@ -190,9 +188,9 @@ class InflightBatcher:
             responses = self._update(iteration)
         self.kv.begin(now)
         stats = None
-        if iteration.num_active or self._last_num_active or iteration.has_commands:
+        if iteration.num_active or self.log.last_num_active or iteration.has_commands:
             stats = self._stats(iteration, now)
-        self._last_num_active = iteration.num_active
+        self.log.last_num_active = iteration.num_active
         self.kv.flush_events()
         return StepResult(responses, stats)
 
@@ -201,20 +199,13 @@ class InflightBatcher:
         statistics once the last of them is done."""
         self.kv.begin(now)
         self.kv.flush_events()
-        return None if self.kv.has_flights else self._stats(Iteration(now), now)
+        if self.kv.has_flights:
+            return None
+        return self._stats(Iteration(now), now)
 
     def _stats(self, iteration: Iteration, now: float) -> IterationStats:
-        stats = iteration.stats(
-            now,
-            self._iter,
-            self._num_completed,
-            self._config.max_batch_size,
-            self.kv.stats(),
-            self.kv.tier_stats(),
-        )
-        self._iter += 1
-        self._num_completed = 0
-        return stats
+        work = iteration.work()
+        return self.log.entry(iteration, work, now, self.kv.stats(), self.kv.tier_stats())
 
     def step(self, now: float) -> StepResult:
         """A whole iteration that takes no time; its responses include those of `begin_step`."""
@@ -222,6 +213,34 @@ class InflightBatcher:
         self.forward()
         result = self.finish_step(now)
         return replace(result, responses=responses + result.responses)
+
+    # -- steps that decode, and nothing else (decode_run.py) -----------------------------------
+
+    def decoding(self) -> list[SequenceState] | None:
+        """The active requests that are started, if the next step computes one token of each of them
+        and, as far as is known now, nothing else happens in it."""
+        started = [s for s in self._active if s.is_started]
+        if len(started) < len(self._active) and (
+            self._has_freed or not self._capacity.waits_for_an_end
+        ):
+            return None  # one of them may be started
+        if not 0 < len(started) <= self._budget.max_num_tokens or not self.is_still:
+            return None
+        return started if all(s.is_generating for s in started) else None
+
+    @property
+    def is_still(self) -> bool:
+        """True if nobody has come or is to end, and nobody may become active."""
+        return self._queue.is_still(self._active, self._config.max_batch_size)
+
+    @property
+    def has_cancels(self) -> bool:
+        """True if somebody is to end at the next boundary."""
+        return self._queue.has_cancels
+
+    def take_over(self, iteration: Iteration) -> None:
+        """Have `finish_step` end an iteration that was begun elsewhere."""
+        self._iteration = iteration
 
     def check_integrity(self) -> None:
         """Assert the invariants that hold between steps; for tests and idle moments."""
@@ -232,6 +251,14 @@ class InflightBatcher:
         assert not any(s.is_started for s in self._queue.waiting)
         if not any(s.is_started for s in self._active):
             assert self.kv.num_used_blocks == 0, "blocks referenced by nobody"
+
+    def carry_out_commands(self) -> bool:
+        """Part of a first boundary. True if there were any."""
+        commands = self._kv_commands[:_MAX_COMMANDS]
+        del self._kv_commands[:_MAX_COMMANDS]
+        for command in commands:
+            command(self.kv.ahead)
+        return bool(commands)
 
     def _current(self) -> Iteration:
         if self._iteration is None:
@@ -262,39 +289,38 @@ class InflightBatcher:
         sequence = chunk.sequence
         assert sequence.blocks is not None
         return SequenceChunk(
-            request_id=sequence.request_id,
-            token_ids=tuple(sequence.token_ids[chunk.start : chunk.end]),
-            start=chunk.start,
-            block_ids=sequence.blocks.slots(self.kv.num_blocks_for(chunk.end)),
-            samples=chunk.samples,
-            num_generated=sequence.num_generated,
+            sequence.request_id,
+            tuple(sequence.token_ids[chunk.start : chunk.end]),
+            chunk.start,
+            sequence.blocks.slots(self.kv.num_blocks_for(chunk.end)),
+            chunk.samples,
+            sequence.num_generated,
         )
 
     def _update(self, iteration: Iteration) -> list[Response]:
         sampled: Iterator[tuple[int, float]] = iter(())
         if iteration.output is not None:
             sampled = zip(iteration.output.token_ids, iteration.output.log_probs, strict=True)
-        responses: list[Response] = []
+        responses: list[Response | None] = []
+        ended: list[SequenceState] = []
+        tokens_per_block = self.kv.tokens_per_block
         for chunk in iteration.chunks:
-            sequence, samples = chunk.sequence, chunk.samples
+            sequence = chunk.sequence
             sequence.num_computed = chunk.end
-            if samples:
-                sequence.append(*next(sampled), self._iter)
-            assert sequence.blocks is not None
-            self.kv.store_full_blocks(sequence.blocks, sequence.token_ids, sequence.num_computed)
-        for sequence in list(self._active):
-            if sequence.finish_reason is not FinishReason.NOT_FINISHED:
-                responses += self._sent(sequence)
-                self._remove(sequence, keep_kv=True)
+            if chunk.samples:
+                sequence.append(*next(sampled), self.log.number)
+                if sequence.finish_reason is not FinishReason.NOT_FINISHED:
+                    ended.append(sequence)
+            blocks = sequence.blocks
+            assert blocks is not None
+            if blocks.num_stored < chunk.end // tokens_per_block:
+                self.kv.store_full_blocks(blocks, sequence.token_ids, chunk.end)
+        for sequence in sorted(ended, key=lambda s: s.sort_key):
+            responses.append(result_response(sequence))
+            self._remove(sequence, keep_kv=True)
         responses += self._take_cancels()
-        for sequence in self._active:
-            responses += self._sent(sequence)
-        return responses
-
-    @staticmethod
-    def _sent(sequence: SequenceState) -> list[Response]:
-        response = result_response(sequence)
-        return [] if response is None else [response]
+        responses += map(result_response, self._active)
+        return [response for response in responses if response is not None]
 
     def _fail_active(self, message: str) -> list[Response]:
         responses = [error_response(s.request_id, s.request, message) for s in self._active]
@@ -303,10 +329,11 @@ class InflightBatcher:
         return responses + self._take_cancels()
 
     def _remove(self, sequence: SequenceState, *, keep_kv: bool) -> None:
+        self._has_freed |= sequence.is_started
         sequence.stop(self.kv, keep=keep_kv)
         if sequence.is_known_to_runner:
             sequence.is_known_to_runner = False
             self._runner.remove_request(sequence.request_id)
         (self._active if sequence in self._active else self._queue.waiting).remove(sequence)
         self._queue.forget(sequence.request_id)
-        self._num_completed += 1
+        self.log.num_completed += 1

@@ -31,10 +31,15 @@ class SequenceBlocks:
     num_onboarded_blocks: int
     num_stored: int
     metrics: KvCacheMetrics
+    _slots: tuple[int, ...] = ()
 
-    def slots(self, num_blocks: int) -> list[int]:
-        """Device block ids of the first `num_blocks` blocks."""
-        return [block.device_slot for block in self.blocks[:num_blocks]]
+    def slots(self, num_blocks: int) -> tuple[int, ...]:
+        """Device block ids of the first `num_blocks` blocks. A block keeps its own while somebody
+        uses it, so they are looked up once."""
+        num_known = len(self._slots)
+        if num_known < num_blocks:
+            self._slots += tuple(b.device_slot for b in self.blocks[num_known:num_blocks])
+        return self._slots if num_blocks >= len(self._slots) else self._slots[:num_blocks]
 
 
 class BlockStore:

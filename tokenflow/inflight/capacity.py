@@ -25,7 +25,13 @@ from tokenflow.inflight.sequence import SequenceState
 
 
 class CapacityPolicy(Protocol):
-    """Decides who holds blocks."""
+    """Decides who holds blocks.
+
+    waits_for_an_end: whom it did not start it does not start before somebody has ended.
+    """
+
+    @property
+    def waits_for_an_end(self) -> bool: ...
 
     def schedule(
         self, active: Sequence[SequenceState], kv: KvCacheManager, max_batch_size: int
@@ -38,16 +44,20 @@ class CapacityPolicy(Protocol):
 class GuaranteedNoEvict:
     """Reserve the whole length of a request before it starts."""
 
+    waits_for_an_end = True
+
     def schedule(
         self, active: Sequence[SequenceState], kv: KvCacheManager, max_batch_size: int
     ) -> int:
         """See the module's text. Raises InternalError if a reservation was not kept."""
         started = [sequence for sequence in active if sequence.is_started]
-        num_reserved = sum(_num_reserved_blocks(sequence, kv) for sequence in started)
         for sequence in started:
             if not _grow(sequence, kv):
                 raise InternalError(f"no block for reserved request {sequence.request_id}")
         num_started = len(started)
+        if num_started == len(active):
+            return 0
+        num_reserved = sum(_num_reserved_blocks(sequence, kv) for sequence in started)
         for sequence in active:
             if sequence.is_started:
                 continue
@@ -63,6 +73,8 @@ class GuaranteedNoEvict:
 
 class MaxUtilization:
     """Take blocks as they are needed; pause the last started sequence when they run out."""
+
+    waits_for_an_end = False
 
     def schedule(
         self, active: Sequence[SequenceState], kv: KvCacheManager, max_batch_size: int
@@ -102,14 +114,19 @@ def capacity_policy(policy: CapacitySchedulerPolicy) -> CapacityPolicy:
 
 
 def _num_reserved_blocks(sequence: SequenceState, kv: KvCacheManager) -> int:
-    return num_blocks_needed(
-        CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
-        kv.tokens_per_block,
-        sequence.num_prompt_tokens,
-        sequence.max_tokens,
-    )
+    if not sequence.num_final_blocks:
+        sequence.num_final_blocks = num_blocks_needed(
+            CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
+            kv.tokens_per_block,
+            sequence.num_prompt_tokens,
+            sequence.max_tokens,
+        )
+    return sequence.num_final_blocks
 
 
 def _grow(sequence: SequenceState, kv: KvCacheManager) -> bool:
-    assert sequence.blocks is not None
-    return kv.grow(sequence.blocks, len(sequence.token_ids))
+    blocks, num_tokens = sequence.blocks, len(sequence.token_ids)
+    assert blocks is not None
+    if num_tokens <= len(blocks.blocks) * kv.tokens_per_block:
+        return True
+    return kv.grow(blocks, num_tokens)

@@ -73,7 +73,9 @@ class CopiesAhead:
 
     def settle(self) -> None:
         """Take over the copies that are complete by now."""
-        self._land(self._flights.take_done())
+        done = self._flights.take_done()
+        if done:
+            self._land(done)
 
     def land_first(self) -> None:
         """Wait for the oldest copies under way."""

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 from tokenflow.inflight.moves import MoveResult
 from tokenflow.inflight.reuse_tree import Block
 from tokenflow.inflight.runner import CopyDirection, KvTransport, TierCopy, Transfer
@@ -64,6 +66,8 @@ class Flights:
 
     def take_done(self) -> list[Flight]:
         """The flights of all transfers that are complete or have failed."""
+        if not self._batches:
+            return []
         done = [batch for batch in self._batches if batch[0].is_done()]
         if not done:
             return []
@@ -79,6 +83,8 @@ class Flights:
     def num_slots_in_transit(self) -> tuple[int, int]:
         """Device and host slots that are the target of a copy, or whose block was forgotten
         meanwhile: nobody else owns those."""
+        if not self._batches:
+            return 0, 0
         device = host = 0
         for flight in self:
             gone = flight.block.parent is None
@@ -103,8 +109,7 @@ class Flights:
         return flights
 
 
-@dataclass(slots=True)
-class TierCounters:
+class TierCounters(msgspec.Struct):
     """What `kv_api.KvTierStats` counts since the start."""
 
     num_offloads_started: int = 0

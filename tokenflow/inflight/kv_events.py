@@ -96,7 +96,7 @@ class KvEvents:
     def flush(self, stored: Iterable[Block]) -> None:
         """Make what was recorded visible; once per iteration. stored: every block in the tree,
         parents before children; looked at only after a loss."""
-        if self._takes_snapshot():
+        if self._is_snapshot_due and self._takes_snapshot():
             self._pending = self._snapshot(stored) or self._pending
         if not self._pending:
             return
@@ -113,6 +113,8 @@ class KvEvents:
 
     def get_latest_events(self, timeout_ms: float | None = None) -> list[KVCacheEvent]:
         """See KVCacheEventManager; never waits."""
+        if not self._visible:
+            return []
         with self._lock:
             events = list(self._visible)
             self._visible.clear()

@@ -16,6 +16,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from tokenflow.inflight.runner import BlockCopy, CopyDirection, KvTransport, TierCopy, Transfer
 
 
@@ -30,8 +32,7 @@ _Place = tuple[int, int]
 """Tier and block."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Move:
+class _Move(msgspec.Struct, frozen=True):
     kind: _Kind
     source: _Place
     target: _Place
@@ -69,7 +70,7 @@ class StepMoves:
         self._last_read: dict[_Place, int] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._levels.values()))
+        return sum(map(len, self._levels.values())) if self._levels else 0
 
     def copy(self, source: int, target: int, num_tokens: int) -> None:
         """The first tokens of a device block into another one."""
@@ -194,8 +195,11 @@ def _finish(batch: Sequence[_Move], transfer: Transfer | str, result: MoveResult
             result.offload_s += transfer.seconds
         else:
             result.onboard_s += transfer.seconds
-    made = [move for move in batch if error is None and not _source_is_bad(move, result)]
-    failed = [move for move in batch if move not in made]
+    made: list[_Move] = []
+    failed: list[_Move] = []
+    for move in batch:
+        is_made = error is None and not _source_is_bad(move, result)
+        (made if is_made else failed).append(move)
     for move in failed:
         _mark(move, result)
     for move in made:
@@ -232,6 +236,8 @@ def _unmark(move: _Move, result: MoveResult) -> None:
 
 
 def _count(result: MoveResult, moves: Sequence[_Move], *, failed: bool) -> None:
+    if not moves:
+        return
     num_offloads = sum(move.kind is _Kind.OFFLOAD for move in moves)
     num_onboards = sum(move.kind is _Kind.ONBOARD for move in moves)
     if failed:

@@ -7,7 +7,7 @@ Owns the order of waiting: descending priority, then arrival. Invariant: an id i
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tokenflow.executor.api import Request, Response
 from tokenflow.inflight.admission import AdmissionLimits, admitted_max_tokens
@@ -51,9 +51,22 @@ class RequestQueue:
         self._new.clear()
         self.waiting.clear()
 
+    @property
+    def has_cancels(self) -> bool:
+        """True if somebody is to end."""
+        return bool(self._cancels)
+
+    def is_still(self, active: Sequence[SequenceState], max_batch_size: int) -> bool:
+        """True if nobody has come or is to end, and nobody may become active."""
+        if self._new or self._cancels:
+            return False
+        return not self.waiting or not self._may_fetch(active, max_batch_size)
+
     def cancelled(self, active: Iterable[SequenceState]) -> list[SequenceState]:
         """Those of `active` and of the waiting ones that are to end; what was not admitted yet
         waits for that."""
+        if not self._cancels:
+            return []
         return [s for s in (*active, *self.waiting) if s.request_id in self._cancels]
 
     def admit(self) -> list[Response]:
@@ -81,8 +94,10 @@ class RequestQueue:
     def fetch(self, active: list[SequenceState], max_batch_size: int) -> None:
         """Move who may become active to `active`, which is sorted: while there are fewer than
         `max_batch_size`, and beyond that whose priority exceeds the lowest active one's."""
-        while self.waiting and (
-            len(active) < max_batch_size
-            or self.waiting[0].request.priority > active[-1].request.priority
-        ):
+        while self.waiting and self._may_fetch(active, max_batch_size):
             bisect.insort(active, self.waiting.pop(0), key=lambda s: s.sort_key)
+
+    def _may_fetch(self, active: Sequence[SequenceState], max_batch_size: int) -> bool:
+        if len(active) < max_batch_size:
+            return True
+        return self.waiting[0].request.priority > active[-1].request.priority

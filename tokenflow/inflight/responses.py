@@ -21,15 +21,32 @@ def result_response(sequence: SequenceState) -> Response | None:
     """What is to be sent after a step: new tokens, the end, or nothing (None). Marks it as sent."""
     request, reason = sequence.request, sequence.finish_reason
     is_final = reason is not FinishReason.NOT_FINISHED
-    has_new = request.streaming and sequence.num_sent < sequence.num_generated
+    start = sequence.num_sent
+    num_generated = len(sequence.token_ids) - sequence.num_prompt_tokens
+    has_new = request.streaming and start < num_generated
     if not is_final and not has_new:
         return None
-    start = sequence.num_sent
-    sequence.num_sent = sequence.num_generated
+    sequence.num_sent = num_generated
     token_ids = sequence.token_ids[sequence.num_prompt_tokens + start :]
     if not request.streaming and not request.output_config.exclude_input_from_output:
         token_ids = list(request.input_token_ids) + token_ids
-    return _response(sequence, token_ids, sequence.log_probs[start:], reason)
+    return _response(sequence, token_ids, start, reason)
+
+
+def token_response(
+    request_id: int, client_id: int | None, token_id: int, num_sampled: int
+) -> Response:
+    """One more token of a streaming request that goes on; num_sampled: tokens sampled for it."""
+    return Response(
+        request_id=request_id,
+        client_id=client_id,
+        payload=Result(
+            is_final=False,
+            output_token_ids=[[token_id]],
+            finish_reasons=[FinishReason.NOT_FINISHED],
+            decoding_iter=num_sampled,
+        ),
+    )
 
 
 def cancelled_response(sequence: SequenceState) -> Response:
@@ -37,7 +54,7 @@ def cancelled_response(sequence: SequenceState) -> Response:
     request = sequence.request
     keep_prompt = not request.streaming and not request.output_config.exclude_input_from_output
     token_ids = list(request.input_token_ids) if keep_prompt else []
-    return _response(sequence, token_ids, [], FinishReason.CANCELLED)
+    return _response(sequence, token_ids, len(sequence.log_probs), FinishReason.CANCELLED)
 
 
 def error_response(request_id: int, request: Request, message: str) -> Response:
@@ -52,9 +69,9 @@ def refusal_response(request_id: int, request: Request, error: Exception) -> Res
 
 
 def _response(
-    sequence: SequenceState, token_ids: list[int], log_probs: list[float], reason: FinishReason
+    sequence: SequenceState, token_ids: list[int], start: int, reason: FinishReason
 ) -> Response:
-    """log_probs: of the generated tokens only; the prompt has none."""
+    """start: first generated token of which the log-prob is told; the prompt has none."""
     output = sequence.request.output_config
     is_final = reason is not FinishReason.NOT_FINISHED
     metrics = None
@@ -73,7 +90,7 @@ def _response(
             is_final=is_final,
             output_token_ids=[token_ids],
             finish_reasons=[reason],
-            log_probs=[log_probs] if output.return_log_probs else None,
+            log_probs=[sequence.log_probs[start:]] if output.return_log_probs else None,
             cum_log_probs=[sequence.cum_log_prob] if output.return_log_probs else None,
             is_sequence_final=is_final,
             decoding_iter=sequence.num_sampled,

@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from tokenflow.executor.api import Request
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceChunk:
+class SequenceChunk(msgspec.Struct, frozen=True, gc=False):
     """One sequence's part of a step.
 
     request_id: key given to `add_request`.

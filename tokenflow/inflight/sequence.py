@@ -6,6 +6,7 @@ first `num_computed` tokens exists, so a generating sequence has exactly one tok
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tokenflow.executor.api import FinishReason, KvCacheMetrics, Request
@@ -22,6 +23,8 @@ class SequenceState:
     blocks: KV blocks; None while not started (waiting, or paused by the engine itself).
     context_length: tokens that are context since the last start; beyond it, it generates.
     num_sent: generated tokens that were part of a response.
+    num_prompt_tokens: length of the prompt.
+    num_final_blocks: blocks of prompt + max_tokens; 0 until somebody counted them (capacity.py).
     """
 
     request_id: int
@@ -43,6 +46,11 @@ class SequenceState:
     num_reused_tokens: int = 0
     num_onboarded_blocks: int = 0
     kv_metrics: KvCacheMetrics = field(default_factory=KvCacheMetrics)
+    num_prompt_tokens: int = field(init=False)
+    num_final_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.request.input_token_ids)
 
     @property
     def sort_key(self) -> tuple[float, int]:
@@ -58,11 +66,6 @@ class SequenceState:
     def is_generating(self) -> bool:
         """True once its context is computed."""
         return self.blocks is not None and self.num_computed >= self.context_length
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Length of the prompt."""
-        return len(self.request.input_token_ids)
 
     @property
     def num_generated(self) -> int:
@@ -113,18 +116,30 @@ class SequenceState:
         prompt and goes on across a resume. A stop on the last allowed token is a stop, not LENGTH.
         """
         self.num_sampled += 1
-        self.first_iter = iteration if self.first_iter is None else self.first_iter
+        if self.first_iter is None:
+            self.first_iter = iteration
         self.last_iter = iteration
-        if token_id == self.request.end_id:
+        request = self.request
+        if token_id == request.end_id:
             self.finish_reason = FinishReason.END_ID
             return
         self.token_ids.append(token_id)
         self.log_probs.append(log_prob)
         self.cum_log_prob += log_prob
-        if any(self._ends_with(word) for word in self.request.stop_words):
+        if request.stop_words and any(self._ends_with(word) for word in request.stop_words):
             self.finish_reason = FinishReason.STOP_WORDS
-        elif self.num_generated >= self.max_tokens:
+        elif len(self.token_ids) - self.num_prompt_tokens >= self.max_tokens:
             self.finish_reason = FinishReason.LENGTH
+
+    def append_each(
+        self, token_ids: Sequence[int], log_probs: Sequence[float], iteration: int
+    ) -> None:
+        """As `append` for each of them, the last one in `iteration`. None of them may end it, and
+        all log-probs are 0."""
+        self.num_sampled += len(token_ids)
+        self.last_iter = iteration
+        self.token_ids += token_ids
+        self.log_probs += log_probs
 
     def _ends_with(self, word: tuple[int, ...]) -> bool:
         size = len(word)

@@ -20,10 +20,11 @@ Invariants:
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from tokenflow.errors import InternalError
 from tokenflow.executor.kv_api import KvTierStats
@@ -349,5 +350,5 @@ class BlockTiers:
             num_host_blocks=self.num_host_blocks,
             num_host_cached_blocks=self.num_host_blocks - len(self._free_host) - host_slots,
             num_host_in_transit_blocks=host_slots,
-            **dataclasses.asdict(self.counters),
+            **msgspec.structs.asdict(self.counters),
         )

@@ -13,24 +13,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from tokenflow.errors import ConfigError
 from tokenflow.executor.api import ExecutorConfig
 from tokenflow.inflight.sequence import SequenceState
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedChunk:
-    """`sequence` computes its tokens [start, end); `samples` if the next token is sampled."""
+class PlannedChunk(msgspec.Struct, frozen=True, gc=False):
+    """`sequence` computes its tokens [start, end).
+
+    samples: nothing known is left to compute behind it, so the next token is sampled.
+    """
 
     sequence: SequenceState
     start: int
     end: int
     is_context: bool
-
-    @property
-    def samples(self) -> bool:
-        """True if nothing known is left to compute behind it."""
-        return self.end == len(self.sequence.token_ids)
+    samples: bool
 
     @property
     def num_tokens(self) -> int:
@@ -69,13 +69,16 @@ class TokenBudget:
         happened last time (`context_waited`), the first context goes first and the generating
         sequences that no longer fit wait for one step instead.
         """
-        generating = [
-            PlannedChunk(s, s.num_computed, s.num_computed + 1, False)
-            for s in started
-            if s.is_generating
-        ]
-        context = [self._next_chunk(s) for s in started if not s.is_generating]
+        generating: list[PlannedChunk] = []
+        context: list[PlannedChunk] = []
+        for s in started:
+            start = s.num_computed
+            if start >= s.context_length:
+                generating.append(PlannedChunk(s, start, start + 1, False, True))
+            else:
+                context.append(self._next_chunk(s))
         left = self.max_num_tokens
+        num_context = len(context)
         chosen: list[PlannedChunk] = []
         if context_waited and context:
             chosen.append(context.pop(0))
@@ -88,11 +91,10 @@ class TokenBudget:
                 chosen.append(chunk)
                 left -= chunk.num_tokens
                 num_waiting -= 1
-        computes_context = any(chunk.is_context for chunk in chosen)
-        return chosen, num_waiting > 0 and not computes_context
+        return chosen, 0 < num_waiting == num_context
 
     def _next_chunk(self, sequence: SequenceState) -> PlannedChunk:
         start, end = sequence.num_computed, sequence.context_length
         if self.chunk_length is not None:
             end = min(end, (start // self.chunk_length + 1) * self.chunk_length)
-        return PlannedChunk(sequence, start, end, True)
+        return PlannedChunk(sequence, start, end, True, end == sequence.context_length)

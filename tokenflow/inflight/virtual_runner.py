@@ -19,6 +19,7 @@ is the instant of the last `reset` plus what its step has taken so far.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 from tokenflow.executor.api import Request
 from tokenflow.inflight.runner import BlockCopy, SequenceChunk, StepOutput
@@ -29,24 +30,51 @@ _EMPTY_STEP_S = 1e-4
 StepCost = Callable[[Sequence[SequenceChunk], int], float]
 """(chunks of the step, number of the step from 0) -> seconds."""
 
+DecodeCost = Callable[[int, int, int], float]
+"""(sequences that decode, KV tokens that they read with their own, number of the step) -> seconds:
+what the StepCost beside it says of the chunks of such a step, to the bit."""
+
+
+@runtime_checkable
+class DecodeCosts(Protocol):
+    """A StepCost that needs no chunks where each has one token behind kept KV."""
+
+    def decode_s(self, num_sequences: int, num_context_tokens: int) -> float:
+        """Seconds of a step in which so many sequences decode and read so many KV tokens, their own
+        included: to the bit what it says of the chunks."""
+        ...
+
+
+TOKEN_ID, LOG_PROB = 0, 0.0
+"""What is sampled, always."""
+
 
 class VirtualRunner:
     """Implements `runner.Runner` without computing.
 
+    decode_cost: the cost of a step that only decodes, without looking at its chunks; None: the
+        chunks are needed.
     copy_costs: what copies between the tiers take; None: no host tier can be had.
     scheduled_ids: engine ids of the sequences in the step computed since `reset`.
     wait_s: for how long that step waited for copies; `step_s` contains it.
-    num_sampled: tokens sampled in all steps, those that a cancel then throws away included.
+    num_steps: steps computed. num_sampled: tokens sampled in all of them, those that a cancel then
+        throws away included.
     """
 
     vocab_size = 1 << 16
 
-    def __init__(self, cost: StepCost, copy_costs: CopyCosts | None = None) -> None:
+    def __init__(
+        self,
+        cost: StepCost,
+        copy_costs: CopyCosts | None = None,
+        decode_cost: DecodeCost | None = None,
+    ) -> None:
         self._cost = cost
+        self._decode_cost = decode_cost
         self._copy_costs = copy_costs
         self._transport = VirtualTransport(copy_costs, self) if copy_costs is not None else None
         self._start_time = 0.0
-        self._num_steps = 0
+        self.num_steps = 0
         self._compute_s: float | None = None
         self.num_sampled = 0
         self.wait_s = 0.0
@@ -100,10 +128,30 @@ class VirtualRunner:
         """Nothing to copy; copies inside the device cost no time."""
 
     def forward(self, chunks: Sequence[SequenceChunk]) -> StepOutput:
-        """Token 0 for each chunk that samples; the time of the step is in `step_s`."""
-        self._compute_s = self._cost(chunks, self._num_steps)
+        """TOKEN_ID for each chunk that samples; the time of the step is in `step_s`."""
+        self._compute_s = self._cost(chunks, self.num_steps)
         self.scheduled_ids = tuple(chunk.request_id for chunk in chunks)
-        self._num_steps += 1
+        self.num_steps += 1
         num_sampled = sum(chunk.samples for chunk in chunks)
         self.num_sampled += num_sampled
-        return StepOutput([0] * num_sampled, [0.0] * num_sampled)
+        return StepOutput([TOKEN_ID] * num_sampled, [LOG_PROB] * num_sampled)
+
+    def decode(
+        self,
+        request_ids: tuple[int, ...],
+        num_context_tokens: int,
+        chunks: Callable[[], Sequence[SequenceChunk]],
+    ) -> None:
+        """As `forward` for a step that samples one token of each request, behind its kept KV.
+
+        num_context_tokens: KV tokens that they read, their own included. chunks: what `forward`
+            would be given.
+        """
+        if self._decode_cost is None:
+            self._compute_s = self._cost(chunks(), self.num_steps)
+        else:
+            num_sequences = len(request_ids)
+            self._compute_s = self._decode_cost(num_sequences, num_context_tokens, self.num_steps)
+        self.scheduled_ids = request_ids
+        self.num_steps += 1
+        self.num_sampled += len(request_ids)
