@@ -12,10 +12,17 @@ ARGS ?=
 # Where pip may look besides its own configuration, e.g. PIP_FLAGS="--find-links wheels/"
 PIP_FLAGS ?=
 
+# The laboratory; jobs: processes that simulate side by side.
+RESULTS := perf/results
+JOBS ?= 1
+SIMULATE := OMP_NUM_THREADS=1 $(BIN)/python -m perf.simulate --jobs $(JOBS)
+SWEEP := OMP_NUM_THREADS=1 $(BIN)/python -m perf.sweep --jobs $(JOBS) \
+  --setup 4090-b,4090-c --seeds 1-5
+
 # Test workers share the cores: one thread each, and waiting threads sleep instead of spinning.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-.PHONY: help setup doctor model serve demo demo-kv kv-cycles burst-pa test soak check format bench kv-tiers docs clean distclean
+.PHONY: help setup doctor model serve demo demo-kv kv-cycles burst-pa test soak check format bench kv-tiers lab sweep docs clean distclean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,6 +87,25 @@ bench: model  ## cost of a plan, of the process channel and of a decode step
 
 kv-tiers: model  ## what the two tiers of KV cost and what each part is worth; about 6 minutes
 	$(BIN)/python -m perf.kv_tiers $(ARGS)
+
+lab: $(READY)  ## every policy on the paper's set-ups, in virtual time; tables, pictures, sweeps
+	$(SIMULATE) --all --policies headline,tokenflow-tiering,disaggregated \
+	  --output $(RESULTS)/simulate.json --figures $(RESULTS)
+	for rate in 6 20; do for host in 0 32 128; do \
+	  $(SIMULATE) --all --rate $$rate --host-gb $$host \
+	    --policies fcfs-reserve,fcfs-max-utilization,sglang-like,tokenflow,tokenflow-tiering \
+	    --output $(RESULTS)/simulate_$${rate}_tok_$${host}_gb.json > /dev/null || exit 1; \
+	done; done
+	$(SIMULATE) --setup 4090-b --policies ablation \
+	  --output $(RESULTS)/ablation.json --figures $(RESULTS)
+	$(MAKE) sweep
+
+sweep: $(READY)  ## parameters of the scheduler over seeds, with intervals; about half an hour
+	$(SWEEP) --param conservativeness=1,2,5,20
+	$(SWEEP) --param plan_interval_s=0.02,0.1,0.5,1
+	$(SWEEP) --param min_quantum_s=0.25,0.5,2,4
+	$(SWEEP) --param load_limit=0.6,0.75,1
+	$(SWEEP) --param recompute_share=0,0.3,0.6
 
 docs: $(READY)  ## rewrite the generated tables of README and docs
 	$(BIN)/python -m perf.report --update

@@ -18,6 +18,7 @@ from typing import Any
 
 from perf import demo_kv_table
 from perf.kv.tables import markdown as kv_tiers_tables
+from perf.lab import documents
 from tokenflow.config import ServingConfig, format_parameters
 from tokenflow.preemption import UNPAUSABLE_KINDS
 
@@ -173,6 +174,16 @@ def _of_results(name: str, render: Callable[[Mapping[str, Any]], str]) -> Callab
     return text
 
 
+def _of_lab(
+    pattern: str, render: Callable[[Sequence[Mapping[str, Any]]], str]
+) -> Callable[[Path], str]:
+    def text(results: Path) -> str:
+        found = documents.load(results, pattern)
+        return render(found) if found else "No results yet: run `make lab`, then `make docs`."
+
+    return text
+
+
 # Name of a block -> its text, from the folder of the results.
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "demo": _of_results("demo", markdown_table),
@@ -182,6 +193,11 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "soak": _of_results("soak", soak_table),
     "lease": _of_results("lease", lease_table),
     "kv_tiers": _of_results("kv_tiers", kv_tiers_tables),
+    "simulate_overview": _of_lab("simulate_*.json", documents.overview),
+    "simulate": _of_lab("simulate.json", documents.main_figures),
+    "simulate_all_figures": _of_lab("simulate.json", documents.all_figures),
+    "ablation": _of_lab("ablation*.json", documents.ablation),
+    "sweeps": _of_lab("sweep_*.json", documents.sweeps),
     "parameters": lambda results: parameter_table(),
     "unpausable": lambda results: unpausable_table(),
 }

@@ -171,3 +171,46 @@ def test_share_of_readers_with_a_visible_stall() -> None:
 def test_impossible_records_are_refused(times: list[float], rate: float) -> None:
     with pytest.raises(ValueError, match="must be"):
         Stream(arrival_time=0, token_times=np.array(times), read_rate=rate)
+
+
+def test_qoe_by_hand() -> None:
+    # 2 tokens/s, expected at 1.0, 1.5, 2.0 and 2.5 s after arrival
+    on_time = Stream(arrival_time=10.0, token_times=[10.5, 10.5, 11.0, 12.5], read_rate=2.0)
+    assert metrics.qoe(on_time) == 1.0
+    # first token 1 s late: read at 2.0, 2.5, 3.0, 3.5; each 1 s late, areas up to 3.5
+    late = Stream(arrival_time=10.0, token_times=[12.0] * 4, read_rate=2.0)
+    assert metrics.qoe(late) == pytest.approx(1 - 4.0 / (2.5 + 2.0 + 1.5 + 1.0))
+    # a stall of 1 s before the third: read at 0.5, 1.0, 2.5, 3.0; late by 0, 0, 0.5, 0.5
+    stalled = Stream(arrival_time=0.0, token_times=[0.5, 0.6, 2.5, 2.6], read_rate=2.0)
+    assert metrics.qoe(stalled) == pytest.approx(1 - 1.0 / (2.0 + 1.5 + 1.0 + 0.5))
+    assert metrics.qoe(stalled, expected_ttft_s=0.5) == pytest.approx(
+        1 - 2.0 / (2.5 + 2.0 + 1.5 + 1.0)
+    )
+    assert metrics.qoe(Stream(arrival_time=0.0, token_times=[], read_rate=2.0)) == 0.0
+    assert math.isnan(metrics.qoe(Stream(arrival_time=0.0, token_times=[9.0])))
+
+
+@given(streams)
+def test_qoe_is_a_share_and_falls_with_a_later_start(stream: Stream) -> None:
+    assert 0.0 <= metrics.qoe(stream) <= 1.0
+    sooner = Stream(
+        arrival_time=stream.arrival_time + 1.0,
+        token_times=stream.token_times + 1.0,
+        read_rate=stream.read_rate,
+    )
+    assert metrics.qoe(sooner) == pytest.approx(metrics.qoe(stream), abs=1e-6)
+    if stream.num_tokens > 1:
+        later = Stream(
+            arrival_time=stream.arrival_time,
+            token_times=stream.token_times + 5.0,
+            read_rate=stream.read_rate,
+        )
+        assert metrics.qoe(later) <= metrics.qoe(stream) + 1e-9
+
+
+@given(streams)
+def test_waits_are_what_the_reader_waits(stream: Stream) -> None:
+    _, waits, _ = walk(stream)
+    np.testing.assert_allclose(metrics.waits_s(stream), waits, atol=1e-6)
+    machine = Stream(arrival_time=0.0, token_times=stream.token_times)
+    assert not metrics.waits_s(machine).any()

@@ -31,6 +31,8 @@ NO_WEIGHT_SHARE = 0.20
 # Effective goodput, ours: the deadlines of a first token, and of a reader's wait for a later one.
 GOODPUT_TTFT_S = 0.500
 GOODPUT_STALL_S = 0.200
+# QoE of Andes: when a reader expects its first token. Ours: under the 1.3 s of [P 2.2].
+QOE_TTFT_S = 1.0
 # Rounding of float instants: stalls shorter than this are none.
 _EPSILON_S = 1e-9
 
@@ -113,25 +115,37 @@ def tbt_s(stream: Stream) -> FloatArray:
     return np.diff(read_times(stream))
 
 
+def waits_s(stream: Stream) -> FloatArray:
+    """How long the reader waited for each token, seconds [num_tokens]; 0 for the first one, for
+    those that were there when they were wanted, and for a machine."""
+    waits = np.zeros(stream.num_tokens)
+    if stream.read_rate is None or stream.num_tokens < 2:
+        return waits
+    wanted = read_times(stream)[:-1] + 1.0 / stream.read_rate
+    late = stream.token_times[1:] - wanted
+    waits[1:] = np.where(late > _EPSILON_S, late, 0.0)
+    return waits
+
+
 def stalls(stream: Stream, longer_than_s: float = 0.0) -> tuple[Stall, ...]:
     """Every wait of the reader, after the first token, that lasted more than `longer_than_s`.
 
     Pass CLIENT_VISIBLE_STALL_S for those that a person notices.
     """
-    if stream.read_rate is None or stream.num_tokens < 2:
-        return ()
-    wanted = read_times(stream)[:-1] + 1.0 / stream.read_rate
-    waits = stream.token_times[1:] - wanted
-    late = np.flatnonzero(waits > max(longer_than_s, _EPSILON_S))
+    waits = waits_s(stream)
     return tuple(
-        Stall(token_index=int(j) + 1, wanted_time=float(wanted[j]), duration_s=float(waits[j]))
-        for j in late
+        Stall(
+            token_index=int(j),
+            wanted_time=float(stream.token_times[j] - waits[j]),
+            duration_s=float(waits[j]),
+        )
+        for j in np.flatnonzero(waits > longer_than_s)
     )
 
 
 def rebuffer_s(stream: Stream) -> float:
     """Total seconds in which the reader faced an empty buffer ("Rebuffer" of [P Eq. 2])."""
-    return sum(stall.duration_s for stall in stalls(stream))
+    return float(waits_s(stream).sum())
 
 
 def unread_when_received(stream: Stream) -> FloatArray:
@@ -191,6 +205,28 @@ def qos(
     return _per_second(total, span_s(streams))
 
 
+def qoe(stream: Stream, *, expected_ttft_s: float = QOE_TTFT_S) -> float:
+    """Andes' quality of experience, 0..1 (arXiv 2404.16283): 1 - S_delay / S_whole.
+
+    S_whole is the area under the number of tokens over time of a reader who gets the first token
+    `expected_ttft_s` after arrival and reads on at its rate, S_delay the area by which this reader
+    stays below that; both up to the instant at which this reader takes its last token. A token that
+    is read early gains nothing. 1 when no token is read late, 0 when none came (and for an answer
+    of one late token: there is no more to weigh it against). NaN for a machine, which expects
+    nothing.
+    """
+    if stream.read_rate is None:
+        return float("nan")
+    if not stream.num_tokens:
+        return 0.0
+    read = read_times(stream)
+    first_expected = stream.arrival_time + expected_ttft_s
+    expected = first_expected + np.arange(stream.num_tokens) / stream.read_rate
+    whole = np.maximum(read[-1] - expected, 0.0).sum()
+    delay = np.maximum(read - expected, 0.0).sum()
+    return float(1.0 - delay / whole) if whole > 0 else 1.0
+
+
 def effective_goodput(
     streams: Sequence[Stream],
     *,
@@ -204,7 +240,7 @@ def effective_goodput(
     not on the gap between two tokens: a reader of 4 tokens/s has gaps of 250 ms by choice.
     """
     in_time = sum(
-        s.num_tokens - len(stalls(s, stall_limit_s))
+        s.num_tokens - int(np.count_nonzero(waits_s(s) > stall_limit_s))
         for s in streams
         if s.num_tokens and ttft_s(s) <= ttft_limit_s
     )
@@ -228,7 +264,7 @@ def share_with_visible_stall(streams: Sequence[Stream]) -> float:
     readers = [s for s in streams if s.read_rate is not None]
     if not readers:
         return 0.0
-    return sum(bool(stalls(s, CLIENT_VISIBLE_STALL_S)) for s in readers) / len(readers)
+    return sum(bool(np.any(waits_s(s) > CLIENT_VISIBLE_STALL_S)) for s in readers) / len(readers)
 
 
 def _per_second(amount: float, seconds: float) -> float:

@@ -1,0 +1,240 @@
+"""Cells of an experiment: a policy on a set-up with a seed, run to the end and measured.
+
+Owns the way from names to records. A cell is a value: it can be run in another process, and gives
+the same record wherever it is run, but for what depends on the machine (measures.WALL_KEYS).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any
+
+from perf.lab import setups
+from perf.lab.arrivals import Burst, Poisson
+from perf.lab.measures import Effort, Load, Record, measure
+from perf.lab.policies import PolicyRow, planner_of, policies
+from perf.lab.roofline import RooflineCosts, prefill_bound_s
+from perf.lab.series import Series, series
+from perf.lab.setups import Setup
+from perf.lab.timeline import Timeline
+from perf.lab.workloads import Singles
+from perf.virtual.values import SimEngine, SimRequest
+from tokenflow.coordinator import Planner
+from tokenflow.policies import TokenflowPolicy
+from tokenflow.types import Decision, Snapshot
+
+_UNTIL_S = 86_400.0
+_GB = 1e9
+
+ENGINE_PARAMETERS = ("plan_interval_s", "lease_tokens", "max_num_tokens", "max_batch_size")
+"""Fields of SimEngine that a cell may change."""
+
+ROW_PARAMETERS = ("capacity_policy", "has_retention")
+"""Fields of PolicyRow that a cell may change."""
+
+VARIED = ("tokenflow", "tokenflow-tiering")
+"""Rows that plan by the default TokenflowPolicy, whose fields a cell may change."""
+
+Changes = tuple[tuple[str, Any], ...]
+"""(name, value): one of ROW_PARAMETERS, of ENGINE_PARAMETERS, or a field of TokenflowPolicy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What is run.
+
+    work: instead of the set-up's own requests, from a source named `source`. changes: see Changes.
+    with_series: also gather what pictures are drawn from.
+    """
+
+    setup: Setup
+    policy: str
+    seed: int
+    work: tuple[SimRequest, ...] | None = None
+    source: str = ""
+    changes: Changes = ()
+    with_series: bool = False
+
+    @property
+    def label(self) -> str:
+        """The policy with its changes: what tables call it."""
+        return " ".join([self.policy, *(f"{name}={_shown(value)}" for name, value in self.changes)])
+
+    @property
+    def name(self) -> str:
+        """What progress and errors call it."""
+        return f"{self.setup.name} {self.label} seed {self.seed}"
+
+    def requests(self) -> list[SimRequest]:
+        """Its work, in order of arrival."""
+        return setups.requests(self.setup, self.seed) if self.work is None else list(self.work)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What came of a cell; series: None unless asked for, and for more than one machine."""
+
+    cell: Cell
+    record: Record
+    series: Series | None
+
+
+def run_cells(
+    cells: Sequence[Cell], *, jobs: int = 1, done: Callable[[Run], None] | None = None
+) -> list[Run]:
+    """Run all, in `jobs` processes if there are several; the results are in the order of `cells`.
+
+    done: called with each as it is known, in that order. Raises RuntimeError that names the cell
+    when a run does not come to its end, ValueError for jobs < 1.
+    """
+    if jobs < 1:
+        raise ValueError(f"jobs must be >= 1, got {jobs}")
+    runs = []
+    for run in _results(cells, jobs):
+        runs.append(run)
+        if done is not None:
+            done(run)
+    return runs
+
+
+def run_cell(cell: Cell) -> Run:
+    """Run one. Raises as `run_cells`, and ValueError for changes that its row does not take."""
+    row, base = _row(cell), _base(cell)
+    requests, planner = cell.requests(), CountingPlanner(row.make_planner())
+    timeline = Timeline() if row.num_machines == 1 else None
+    counted = dataclasses.replace(row, make_planner=lambda: planner)
+    start = time.perf_counter()
+    try:
+        with without_warnings():
+            result = counted.run(requests, base, until=_UNTIL_S, tracer=timeline)
+    except RuntimeError as error:
+        raise RuntimeError(f"{cell.name}: {error}") from error
+    effort = Effort(
+        num_plans=None if timeline is None else planner.num_plans,
+        plan_wall_s=planner.wall_s,
+        wall_s=time.perf_counter() - start,
+    )
+    measured = measure(
+        result,
+        timeline,
+        load_of(cell.setup, base, requests),
+        effort,
+        block_bytes=base.block_bytes,
+        num_machines=row.num_machines,
+    )
+    drawn = None
+    if cell.with_series and timeline is not None:
+        drawn = series(result.streams(), timeline)
+    return Run(cell=cell, record={**labels(cell), **measured}, series=drawn)
+
+
+def labels(cell: Cell) -> Record:
+    """The part of a record that says what was run."""
+    return {
+        "setup": cell.setup.name if cell.work is None else f"{cell.setup.name} ({cell.source})",
+        "arrivals": _arrivals(cell),
+        "read_rate": cell.setup.read_rate if cell.work is None else None,
+        "host_gb": cell.setup.host_bytes / _GB,
+        "policy": cell.label,
+        "seed": cell.seed,
+    }
+
+
+def _arrivals(cell: Cell) -> str:
+    """The kind of arrivals, on which goals depend."""
+    workload = cell.setup.workload
+    if cell.work is not None:
+        return "trace"
+    if not isinstance(workload, Singles):
+        return "conversations"
+    kinds = {Burst: "burst", Poisson: "poisson"}
+    return kinds.get(type(workload.arrivals), "other")
+
+
+def load_of(setup: Setup, engine: SimEngine, requests: Sequence[SimRequest]) -> Load:
+    """What `requests` ask of the set-up's engine. Raises ValueError where its costs are not those
+    of the roofline, from which the bound is computed."""
+    if not isinstance(engine.step_cost, RooflineCosts):
+        raise ValueError(f"{setup.name} has no cost model from first principles")
+    bound = prefill_bound_s(
+        engine.step_cost,
+        [r.num_prompt_tokens for r in requests],
+        [r.arrival_time for r in requests],
+        engine.max_num_tokens,
+    )
+    sum_rate, capacity = setups.schedulable(setup, requests)
+    return Load(
+        ttft_bound_mean_s=bound.mean_s,
+        ttft_bound_p99_s=bound.p99_s,
+        sum_rate=sum_rate,
+        capacity=capacity,
+    )
+
+
+def _shown(value: Any) -> Any:
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+class CountingPlanner:
+    """Plans as `planner` does, counts and times the calls."""
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+        self.num_plans = 0
+        self.wall_s = 0.0
+
+    def __call__(self, snapshot: Snapshot) -> Decision:
+        """See coordinator.Planner."""
+        start = time.perf_counter()
+        decision = self._planner(snapshot)
+        self.wall_s += time.perf_counter() - start
+        self.num_plans += 1
+        return decision
+
+
+def _row(cell: Cell) -> PolicyRow:
+    """The cell's row, with the changes that concern it."""
+    (row,) = policies([cell.policy])
+    changed = dict(cell.changes)
+    row = dataclasses.replace(row, **{k: changed.pop(k) for k in ROW_PARAMETERS if k in changed})
+    fields = {name: value for name, value in changed.items() if name not in ENGINE_PARAMETERS}
+    if not fields:
+        return row
+    if cell.policy not in VARIED:
+        raise ValueError(f"only {' and '.join(VARIED)} have parameters, not {cell.policy}")
+    policy = dataclasses.replace(TokenflowPolicy(), **fields)
+    return dataclasses.replace(row, make_planner=planner_of(policy))
+
+
+def _base(cell: Cell) -> SimEngine:
+    """The set-up's machine, with the changes that concern it."""
+    changed = {name: value for name, value in cell.changes if name in ENGINE_PARAMETERS}
+    return dataclasses.replace(setups.engine(cell.setup), **changed)
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """What the product warns its operator of (a host tier that is too small) is in the records."""
+    logger = logging.getLogger("tokenflow")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _results(cells: Sequence[Cell], jobs: int) -> Iterator[Run]:
+    if jobs == 1 or len(cells) < 2:
+        yield from map(run_cell, cells)
+        return
+    with ProcessPoolExecutor(min(jobs, len(cells)), mp_context=get_context("spawn")) as pool:
+        yield from pool.map(run_cell, cells)
