@@ -115,11 +115,13 @@ def build(num_sessions: int, kind: str) -> tuple[Coordinator, Planner]:
     num_running = num_sessions if kind == "quiet" else max_batch_size
     num_started = num_running + (0 if kind == "quiet" else num_sessions // 3)
     requests = [_request(i, num_sessions) for i in range(num_sessions)]
-    reserved = sum(_num_blocks(request) for request in requests[:num_running])
+    # The pool holds the KV of all that started, and of twice as many as can run.
+    num_blocks = 2 * sum(_num_blocks(request) for request in requests[:num_running])
+    num_blocks = max(num_blocks, sum(_num_blocks(request) for request in requests[:num_started]))
     config = ServingConfig(
         max_batch_size=max_batch_size,
         tokens_per_block=_TOKENS_PER_BLOCK,
-        max_tokens_in_paged_kv_cache=2 * reserved * _TOKENS_PER_BLOCK,
+        max_tokens_in_paged_kv_cache=num_blocks * _TOKENS_PER_BLOCK,
         max_queue_size=num_sessions,
         max_queue_delay_s=3_600.0,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,7 +55,8 @@ class TokenflowPolicy:
     max_machine_pause_s, max_machine_pauses: a stream without a reader is paused at most so often,
         and is due again after so long: its paused time is bounded by the product.
     low_share, high_share, worthless_share: unread tokens as a share of the request's output. At
-        a reschedule a stream at or above high yields to one under low; a token produced at high is
+        a reschedule a stream at or above high yields to one under low that is read out within
+        low_slack_s (long answers leave more time than that); a token produced at high is
         worth 1 and at worthless 0, linearly (effective throughput, section 7.1.3).
     tail_share: what is left of the engine beyond what readers need goes to those with most
         generated tokens: finish a few, do not lift all (section 7.1.3). But a stream that alone
@@ -82,13 +84,14 @@ class TokenflowPolicy:
     bridge_limit: float = 0.75
     bridge_margins: float = 6.0
     turn_share: float = 0.08
-    recompute_share: float = 0.15
+    recompute_share: float = 0.08
     min_quantum_s: float = 1.0
     max_bypass_s: float = 2.0
     max_passes: int = 16
     max_machine_pause_s: float = 10.0
     max_machine_pauses: int = 4
     low_share: float = 0.06
+    low_slack_s: float = 12.0
     high_share: float = 0.10
     worthless_share: float = 0.20
     min_exchange_gain: float = 3.0
@@ -140,18 +143,23 @@ def rank(
     P only orders: it is negative for S > 1 s and is never summed. Slack is not looked at where
     `started` is False.
     """
-    slack = np.where(started, np.minimum(slack_s, _MAX_RANKED_SLACK_S), 1.0)
     if policy.wait_form is WaitForm.AGEING:
         waiting = wait_s
     else:
         waiting = 1.0 / (wait_s + policy.slack_floor_s)
-    result: FloatArray = (
-        policy.wait_weight * waiting
-        - np.log(np.maximum(slack, policy.slack_floor_s))
-        + np.where(started, 0.0, policy.unstarted_bonus)
-        + policy.priority_shift * priority
-    )
-    return result
+    p: FloatArray = policy.wait_weight * waiting
+    num_started = np.count_nonzero(started)
+    if not num_started:
+        p = p - math.log(max(1.0, policy.slack_floor_s)) + policy.unstarted_bonus
+    else:
+        slack = np.minimum(np.maximum(slack_s, policy.slack_floor_s), _MAX_RANKED_SLACK_S)
+        if num_started == len(started):
+            p = p - np.log(slack)
+        else:
+            slack = np.where(started, slack, max(1.0, policy.slack_floor_s))
+            p = p - np.log(slack) + np.where(started, 0.0, policy.unstarted_bonus)
+    p += policy.priority_shift * priority
+    return p
 
 
 def policy_from_config(config: ServingConfig) -> Policy:

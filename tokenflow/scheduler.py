@@ -1,7 +1,7 @@
 """plan(Snapshot, policy) -> Decision: who runs, who is paused, who comes back.
 
 Owns the order in which room is given away (the rules that allow are in scheduler_rules.py, the
-forecasts in scheduler_load.py and scheduler_forecast.py, the room itself in scheduler_view.py):
+forecasts in scheduler_load.py and scheduler_forecast.py, the room itself in scheduler_draft.py):
 1. pinned: running streams keep what they hold; where the pool is about to run out under their
    growth, those with most slack are paused first (against their slack only if nobody else is
    left: counted as forced);
@@ -28,19 +28,23 @@ from tokenflow.executor.api import CapacitySchedulerPolicy
 from tokenflow.policies import FcfsReservePolicy, Policy, TokenflowPolicy, rank
 from tokenflow.scheduler_ahead import announced, prefetch, write_through
 from tokenflow.scheduler_balance import exchange
+from tokenflow.scheduler_crowd import Step, place_crowd
+from tokenflow.scheduler_draft import Draft
 from tokenflow.scheduler_forecast import PrefillBudget, can_bring_back
 from tokenflow.scheduler_load import Load
 from tokenflow.scheduler_rules import (
+    Pool,
     Victims,
     admissible,
     blocks_left_at_full_length,
     due_rows,
     excess_order,
     half_kept,
+    is_low,
     victims,
 )
-from tokenflow.scheduler_view import PREEMPTED, WAITING, Draft, View, view_of
-from tokenflow.types import Decision, IntArray, Snapshot
+from tokenflow.scheduler_view import PREEMPTED, WAITING, View, view_of
+from tokenflow.types import Decision, FloatArray, IntArray, Snapshot
 
 
 def plan(snapshot: Snapshot, policy: Policy) -> Decision:
@@ -65,12 +69,11 @@ def _plan_fcfs(snapshot: Snapshot) -> Decision:
 
 
 def _plan_by_slack(snapshot: Snapshot, policy: TokenflowPolicy) -> Decision:
-    state = snapshot.sessions.state
-    nobody_waits = not ((state == WAITING).any() or (state == PREEMPTED).any())
+    view = view_of(snapshot, policy)
+    nobody_waits = not (view.num_in_state[WAITING] or view.num_in_state[PREEMPTED])
     reserved = snapshot.kv.capacity_policy is CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
     if nobody_waits and reserved and not snapshot.kv.has_tiering:
         return Decision()
-    view = view_of(snapshot, policy)
     draft = Draft(view)
     if draft.blocks < 0:
         _relieve_pool(view, draft)
@@ -99,7 +102,7 @@ def _place_all(view: View, draft: Draft, able: Victims) -> None:
 def _relieve_pool(view: View, draft: Draft) -> None:
     """Pause until the growth of those that stay fits: with slack to spare first, then forced."""
     able = victims(view)
-    chosen = draft.victims_to_reach(0, 0, [row for row, _ in able.for_due()])
+    chosen = draft.victims_to_reach(0, 0, [row for row, _ in able.for_due])
     if chosen is not None:
         for row in chosen:
             draft.take_out(row, "growth")
@@ -126,13 +129,12 @@ def _place_due(view: View, draft: Draft, able: Victims) -> bool:
     if not rows:
         return True
     s, policy, now = view.snapshot.sessions, view.policy, view.snapshot.now
-    all_placed, pool = True, _left(draft, able.for_due())
+    all_placed, pool = True, Pool(draft, able, due=True)
     for row in rows:
-        engine_s = view.engine_s(row)
-        chosen = draft.victims_for(row, (v for v, spare in pool if spare >= engine_s))
+        chosen = pool.for_row(draft, row, view.engine_s(row))
         if chosen is not None:
             draft.place(row, "due", chosen)
-            pool = _left(draft, pool) if chosen else pool
+            pool.take_out(chosen)
             continue
         all_placed = False
         waited_s = now - float(s.wait_since_time[row])
@@ -145,57 +147,59 @@ def _place_due(view: View, draft: Draft, able: Victims) -> bool:
     return all_placed
 
 
-def _left(draft: Draft, pool: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The (row, spare) of `pool` that were not paused yet."""
-    return [entry for entry in pool if not draft.named(entry[0])]
-
-
 def _place_waiting(view: View, draft: Draft, able: Victims) -> bool:
     """Admit schedulable newcomers by priority; True if room is kept for one too big for now.
 
     Pauses are drafted greedily, then cut back to what leaves every paused stream its way back.
     """
-    rows = _by_priority(view, admissible(view, draft))
-    if not rows:
+    able_rows = admissible(view, draft)
+    if not len(able_rows):
         return False
-    trial, load, prefill = draft.copy(), Load(view), PrefillBudget(view)
-    pool = _left(draft, able.for_others())
-    steps: list[tuple[int, list[int]]] = []
-    num_passed, held_for_head = 0, False
-    for row in rows:
+    p = _priorities(view, able_rows)
+    load, prefill = Load(view), PrefillBudget(view)
+    first = int(able_rows[p.argmax()])
+    if not (prefill.allows(first) and load.admits(first)):
+        return False
+    rows, trial = _by_priority(view, able_rows, p), draft.copy()
+    steps = place_crowd(view, trial, able, rows, load, prefill)
+    pool, num_passed, head = Pool(trial, able), 0, -1
+    for row in rows[len(steps) :]:
         if num_passed > view.policy.max_passes or not load.admits(row) or not prefill.allows(row):
             break
         if not half_kept(view, trial, row):
             continue
-        prefill_s = prefill.seconds(row)
-        chosen = trial.victims_for(row, (v for v, spare in pool if spare >= prefill_s))
+        chosen = pool.for_row(trial, row, prefill.seconds(row))
         if chosen is None:
             if _must_hold(view, row):
-                held_for_head = True
+                head = row
                 break
             num_passed += 1
             continue
         trial.place(row, "waiting", chosen)
-        for victim in chosen:
-            pool = pool[1:] if pool[0][0] == victim else _left(trial, pool)
+        pool.take_out(chosen)
         load.add(row)
         prefill.take(row)
         steps.append((row, chosen))
     draft.adopt(_brought_back(view, draft, trial, steps))
-    return held_for_head
+    # Without those that have been taken back it may fit, and must hold up nobody.
+    return head >= 0 and Pool(draft, able).for_row(draft, head, prefill.seconds(head)) is None
 
 
-def _by_priority(view: View, rows: IntArray) -> list[int]:
-    """The first of `rows` by P, ties by arrival: as many as one plan can place and pass over."""
-    s, kv, policy = view.snapshot.sessions, view.snapshot.kv, view.policy
+def _priorities(view: View, rows: IntArray) -> FloatArray:
+    """P of `rows`, which are not in the engine."""
+    s = view.snapshot.sessions
     wait_s = view.snapshot.now - s.wait_since_time[rows]
-    p = rank(policy, s.slack_s[rows], wait_s, s.started[rows], s.priority[rows])
-    limit = kv.max_batch_size + policy.max_passes
+    return rank(view.policy, s.slack_s[rows], wait_s, s.started[rows], s.priority[rows])
+
+
+def _by_priority(view: View, rows: IntArray, p: FloatArray) -> list[int]:
+    """The first of `rows` by P, ties by arrival: as many as one plan can place and pass over."""
+    limit = view.snapshot.kv.max_batch_size + view.policy.max_passes
     if len(rows) > 4 * limit:
         # Everything down to the worst of the best `limit`, so that ties stay in order of arrival.
         near = p >= np.partition(p, len(p) - limit)[len(p) - limit]
         rows, p = rows[near], p[near]
-    result: list[int] = rows[np.argsort(-p, kind="stable")[:limit]].tolist()
+    result: list[int] = rows[(-p).argsort(kind="stable")[:limit]].tolist()
     return result
 
 
@@ -205,9 +209,7 @@ def _must_hold(view: View, row: int) -> bool:
     return waited_s > view.policy.max_bypass_s
 
 
-def _brought_back(
-    view: View, draft: Draft, full: Draft, steps: list[tuple[int, list[int]]]
-) -> Draft:
+def _brought_back(view: View, draft: Draft, full: Draft, steps: list[Step]) -> Draft:
     """`draft` after the longest prefix of `steps` that leaves everybody paused a way back.
 
     full: the draft after all of them.
@@ -241,7 +243,7 @@ def _place_paused(view: View, draft: Draft) -> bool:
     """Give free room to paused streams; False if one is left outside."""
     if not len(view.paused):
         return True
-    if draft.slots >= 1:
+    if draft.slots >= 1 and draft.blocks >= int(view.need[view.paused].min()):
         in_need, well_ahead = _paused_in_order(view)
         num_passed = _place_into(view, draft, in_need, (0, 0), 0)
         _place_into(view, draft, well_ahead, announced(view, draft), num_passed)
@@ -267,14 +269,13 @@ def _place_into(
 
 
 def _paused_in_order(view: View) -> tuple[list[int], list[int]]:
-    """Readers that are not well ahead by P; and those that are, and streams without a reader, in
-    the policy's order of excess."""
-    s = view.snapshot.sessions
+    """Readers that have little to read, by P; and the others, and streams without a reader, in the
+    order of excess."""
     rows = view.paused
-    unread = s.slack_s[rows] * s.read_rate[rows]
-    ahead = unread >= view.policy.low_share * s.max_tokens[rows]
-    well_ahead: list[int] = excess_order(view, rows[ahead]).tolist()
-    return _by_priority(view, rows[~ahead]), well_ahead
+    low = is_low(view, rows)
+    well_ahead: list[int] = excess_order(view, rows[~low]).tolist()
+    behind = rows[low]
+    return _by_priority(view, behind, _priorities(view, behind)), well_ahead
 
 
 def _place_rest(view: View, draft: Draft) -> None:
@@ -283,7 +284,9 @@ def _place_rest(view: View, draft: Draft) -> None:
     A batch with idle slots helps nobody, and nobody has to yield later to keep them company: all
     that started are running, and the pool holds all of them to their ends.
     """
-    if draft.slots < 1 or draft.pause:
+    if draft.slots < 1 or draft.pause or not len(view.waiting):
+        return
+    if draft.blocks < int(view.need[view.waiting].min()):
         return
     prefill = PrefillBudget(view)
     for row in draft.admit:

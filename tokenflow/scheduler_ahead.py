@@ -15,9 +15,10 @@ import math
 
 import numpy as np
 
+from tokenflow.scheduler_draft import Draft
 from tokenflow.scheduler_rules import Victims, due_slack_s
 from tokenflow.scheduler_tiers import loads
-from tokenflow.scheduler_view import PAUSING, PREEMPTED, RESUMING, Draft, View
+from tokenflow.scheduler_view import PAUSING, PREEMPTED, RESUMING, View
 
 _UNKNOWN_NUM_BLOCKS = 8
 """Blocks copied per plan until it is known what a copy costs."""

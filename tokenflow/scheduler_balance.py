@@ -10,66 +10,103 @@ from __future__ import annotations
 
 import numpy as np
 
-from tokenflow.scheduler_rules import Victims
-from tokenflow.scheduler_view import Draft, View
+from tokenflow.scheduler_draft import Draft
+from tokenflow.scheduler_rules import Victims, is_low
+from tokenflow.scheduler_view import View
+from tokenflow.types import FloatArray, IntArray
 
 
 def exchange(view: View, draft: Draft, able: Victims) -> None:
-    """Draft the exchanges that pay, neediest paused stream first."""
-    takers = _low_paused(view, draft)
-    givers = _far_ahead(view, able) if takers else []
-    for taker in takers:
-        engine_s = view.engine_s(taker)
-        willing = (row for row, spare_s in givers if spare_s >= engine_s and not draft.named(row))
-        chosen = draft.victims_for(taker, willing)
-        if chosen is None or len(chosen) != 1 or _gain(view, taker, chosen[0]) <= 0:
-            continue
-        draft.place(taker, "balance", chosen)
+    """Draft the exchanges that pay, neediest paused stream first.
 
-
-def _share(view: View, row: int) -> float:
-    """Unread tokens of `row` as a share of its output limit."""
-    s = view.snapshot.sessions
-    return float(s.slack_s[row] * s.read_rate[row] / s.max_tokens[row])
-
-
-def _low_paused(view: View, draft: Draft) -> list[int]:
-    s, policy = view.snapshot.sessions, view.policy
-    rows = view.paused[s.has_reader[view.paused]]
-    if not len(rows):
-        return []
-    share = s.slack_s[rows] * s.read_rate[rows] / s.max_tokens[rows]
-    low = share < policy.low_share
-    order = np.argsort(share[low], kind="stable")[: view.snapshot.kv.max_batch_size]
-    return [row for row in rows[low][order].tolist() if not draft.named(row)]
-
-
-def _far_ahead(view: View, able: Victims) -> list[tuple[int, float]]:
-    """(row, spare) of running streams at or above the high share, in the order of yielding."""
-    s = view.snapshot.sessions
-    return [
-        (row, spare_s)
-        for row, spare_s in able.for_others()
-        if not s.has_reader[row] or _share(view, row) >= view.policy.high_share
-    ]
-
-
-def _gain(view: View, taker: int, giver: int) -> float:
-    """Worth of tokens gained by the exchange, less what its round trip must bring.
-
-    The taker runs until its reader reaches the high share; those tokens count in full. In the same
-    slot the giver would have produced as many, at the worth of its own reader's growing store. The
-    round trip loses the giver's token in flight and the time of what is recomputed, in which nobody
-    in the batch gets a token; and that of the copies for which steps wait.
+    The worth of one: the taker runs until its reader reaches the high share; those tokens count in
+    full. In the same slot the giver would have produced as many, at the worth of its own reader's
+    growing store. The round trip loses the giver's token in flight and the time of what is
+    recomputed, in which nobody in the batch gets a token; and that of the copies for which steps
+    wait.
     """
-    s, policy, costs = view.snapshot.sessions, view.policy, view.snapshot.costs
-    num_tokens = (policy.high_share - _share(view, taker)) * float(s.max_tokens[taker])
-    worth = 0.0
-    if s.has_reader[giver]:
-        middle = _share(view, giver) + 0.5 * num_tokens / float(s.max_tokens[giver])
-        span = policy.worthless_share - policy.high_share
-        worth = min(1.0, max(0.0, (policy.worthless_share - middle) / span))
-    lost_s = view.engine_s(taker) + costs.copy_wait_share * view.overflow.mean_copy_s
+    rows = _low_paused(view, draft)
+    if not len(rows):
+        return
+    # Whoever gains too little from a giver whose tokens are worth nothing need not look for one.
+    num_tokens, engine_s = _num_taken(view, rows), view.engine_s_of(rows)
+    costs = view.policy.min_exchange_gain * _round_trip_tokens(view, engine_s)
+    may_pay = num_tokens - costs > 0
+    takers = rows[may_pay].tolist()
+    givers = _far_ahead(view, able) if takers else {}
+    if not givers:
+        return
+    numbers = (num_tokens[may_pay].tolist(), engine_s[may_pay].tolist(), costs[may_pay].tolist())
+    needs = view.need[takers].tolist()
+    known: dict[tuple[int, float], list[int] | None] = {}
+    for taker, need, num, taker_s, cost in zip(takers, needs, *numbers, strict=True):
+        if draft.fits(taker):
+            continue
+        alike = (need, taker_s)
+        if alike not in known:
+            willing = (row for row, giver in givers.items() if giver[0] >= taker_s)
+            known[alike] = draft.victims_for(taker, willing)
+        chosen = known[alike]
+        if chosen is None or len(chosen) != 1:
+            continue
+        _, share, max_tokens = givers[chosen[0]]
+        if num * (1.0 - _worth(view, share, num / max_tokens)) - cost > 0:
+            draft.place(taker, "balance", chosen)
+            del givers[chosen[0]]
+            known.clear()
+
+
+def _share(view: View, rows: IntArray) -> FloatArray:
+    """Unread tokens of `rows` as shares of their output limits."""
+    s = view.snapshot.sessions
+    share: FloatArray = s.slack_s[rows] * s.read_rate[rows] / s.max_tokens[rows]
+    return share
+
+
+def _low_paused(view: View, draft: Draft) -> IntArray:
+    """Paused rows under the low share that are not drafted, neediest first."""
+    rows = view.paused
+    share = _share(view, rows)
+    low = is_low(view, rows)
+    rows = rows[low]
+    if len(rows):
+        rows = rows[share[low].argsort(kind="stable")[: view.snapshot.kv.max_batch_size]]
+    if draft.resume:
+        rows = rows[[not draft.named(row) for row in rows.tolist()]]
+    return rows
+
+
+def _num_taken(view: View, rows: IntArray) -> FloatArray:
+    """Tokens until the readers of `rows` reach the high share."""
+    max_tokens = view.snapshot.sessions.max_tokens[rows]
+    num: FloatArray = (view.policy.high_share - _share(view, rows)) * max_tokens
+    return num
+
+
+def _round_trip_tokens(view: View, engine_s: FloatArray) -> FloatArray:
+    """Tokens that bringing each of some streams back costs."""
     num_sequences = len(view.running) + len(view.starting)
-    round_trip_tokens = 1.0 + num_sequences * lost_s / view.step_s
-    return num_tokens * (1.0 - worth) - policy.min_exchange_gain * round_trip_tokens
+    lost_s = engine_s + view.snapshot.costs.copy_wait_share * view.mean_copy_s
+    num: FloatArray = 1.0 + num_sequences * lost_s / view.step_s
+    return num
+
+
+def _far_ahead(view: View, able: Victims) -> dict[int, tuple[float, float, float]]:
+    """Running streams that may yield at or above the high share, in the order of yielding: row ->
+    (seconds to spare, share, output limit). Infinitely far without a reader."""
+    s = view.snapshot.sessions
+    rows, spare_s = able.others
+    share = np.where(s.has_reader[rows], _share(view, rows), np.inf)
+    ahead = share >= view.policy.high_share
+    rows = rows[ahead]
+    columns = (spare_s[ahead], share[ahead], s.max_tokens[rows].astype(np.float64))
+    values = zip(*(column.tolist() for column in columns), strict=True)
+    return dict(zip(rows.tolist(), values, strict=True))
+
+
+def _worth(view: View, share: float, num_more: float) -> float:
+    """Mean worth of tokens, per token, for a reader whose store grows from `share` by `num_more`,
+    both of its output limit."""
+    policy = view.policy
+    span = policy.worthless_share - policy.high_share
+    return min(1.0, max(0.0, (policy.worthless_share - (share + 0.5 * num_more)) / span))

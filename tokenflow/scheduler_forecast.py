@@ -5,12 +5,13 @@ Owns the forecasts of the next seconds. All are made from learned costs and only
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from tokenflow.scheduler_view import PREEMPTED, View
-from tokenflow.types import FloatArray, IntArray
+from tokenflow.scheduler_view import PAUSING, PREEMPTED, View
+from tokenflow.types import BoolArray, FloatArray, IntArray
 
 _NUM_DEADLINE_BATCHES = 4
 """Deadlines looked at by `can_bring_back`, in batches: what lies beyond is a question of rates,
@@ -28,23 +29,26 @@ class PrefillBudget:
     the next before it is done: what is enqueued later than that finds the engine decoding alone for
     a step. Whoever is being started reads its first token, and wants the second, while the others
     are still prefilled: so not more than a reader of the started ones takes for a token.
+
+    tokens_per_s: of prefill.
     """
 
     def __init__(self, view: View) -> None:
         s = view.snapshot.sessions
         self._sessions = s
-        self._rate = view.snapshot.costs.prefill_tokens_per_s
+        self.tokens_per_s = view.snapshot.costs.prefill_tokens_per_s
         self._taken_s = self._left_s(view)
         self._soon_s = view.snapshot.costs.plan_interval_s
         slack = s.slack_s[view.running]
         self._step_s = view.step_s
         self._limit_s = float(slack.min()) if len(slack) else float("inf")
-        for row in view.starting.tolist():
-            self._limit(row)
+        rate = s.read_rate[view.starting][s.has_reader[view.starting]]
+        if len(rate):
+            self._limit_s = min(self._limit_s, 1.0 / float(rate.max()))
 
     def seconds(self, row: int) -> float:
         """Prefill time of `row`."""
-        return float(self._sessions.num_resume_tokens[row]) / self._rate
+        return float(self._sessions.num_resume_tokens[row]) / self.tokens_per_s
 
     def allows(self, row: int) -> bool:
         """True if the prefill of `row` may be started now."""
@@ -57,20 +61,41 @@ class PrefillBudget:
         self._taken_s += self.seconds(row)
         self._limit(row)
 
+    def take_first(self, rows: IntArray) -> int:
+        """`allows` and `take` for one of `rows` after the other, as far as they are allowed;
+        returns how many those are."""
+        s = self._sessions
+        seconds = s.num_resume_tokens[rows] / self.tokens_per_s
+        token_s = np.where(s.has_reader[rows], 1.0 / s.read_rate[rows], np.inf)
+        taken_s = np.concatenate([[self._taken_s], seconds]).cumsum()
+        limit_s = np.minimum.accumulate(np.concatenate([[self._limit_s], token_s]))
+        allowed = taken_s[1:] <= np.maximum(limit_s[:-1], self._step_s)
+        num = num_first((taken_s[:-1] <= self._soon_s) | allowed)
+        self._taken_s, self._limit_s = float(taken_s[num]), float(limit_s[num])
+        return num
+
     def _left_s(self, view: View) -> float:
         """Seconds of what is under way that are still to come: one after the other, in the order in
         which they were enqueued, each from the first boundary after that."""
-        s, now = self._sessions, view.snapshot.now
-        rows = view.starting[np.argsort(s.wait_since_time[view.starting], kind="stable")]
+        s, rows = self._sessions, view.starting
+        if not len(rows):
+            return 0.0
+        rows = rows[s.wait_since_time[rows].argsort(kind="stable")]
+        begin_times = (s.wait_since_time[rows] + view.step_s).tolist()
+        prefill_s = (s.num_resume_tokens[rows] / self.tokens_per_s).tolist()
         end_time = 0.0
-        for row in rows.tolist():
-            begin_time = float(s.wait_since_time[row]) + view.step_s
-            end_time = max(end_time, begin_time) + self.seconds(row)
-        return max(0.0, end_time - now)
+        for begin_time, seconds in zip(begin_times, prefill_s, strict=True):
+            end_time = max(end_time, begin_time) + seconds
+        return max(0.0, end_time - view.snapshot.now)
 
     def _limit(self, row: int) -> None:
         if self._sessions.has_reader[row]:
             self._limit_s = min(self._limit_s, 1.0 / float(self._sessions.read_rate[row]))
+
+
+def num_first(flags: BoolArray) -> int:
+    """How many are True before the first that is not."""
+    return len(flags) if flags.all() else int(flags.argmin())
 
 
 def can_bring_back(
@@ -92,85 +117,108 @@ def can_bring_back(
     resumes end in nothing but recomputing. What is on the host crosses the link before its
     deadline, behind everybody's who is due earlier.
     """
-    s = view.snapshot.sessions
+    s, costs = view.snapshot.sessions, view.snapshot.costs
     out = np.zeros(len(s), dtype=np.bool_)
     out[view.paused] = True
-    out[view.pausing] = True
-    out[list(placed)] = False
-    out[list(paused)] = True
-    out_rows = np.flatnonzero(out)
+    if view.num_in_state[PAUSING]:
+        out[view.pausing] = True
+    placed_rows = np.array(placed, dtype=np.int64)
+    out[placed_rows] = False
+    out[np.array(paused, dtype=np.int64)] = True
+    out_rows = out.nonzero()[0]
     if not len(out_rows):
         return True
     deadlines, needs, recompute_s, onboard_s = _deadlines(view, out_rows)
-    if (np.cumsum(recompute_s) > view.policy.recompute_share * deadlines).any():
+    if np.count_nonzero(recompute_s.cumsum() > view.policy.recompute_share * deadlines):
         return False
-    if onboard_s.any() and (np.cumsum(onboard_s) > deadlines + onboard_s).any():
+    if onboard_s is not None and (onboard_s.cumsum() > deadlines + onboard_s).any():
         return False
     staying = view.running[~out[view.running]]
-    coming = np.concatenate([view.starting, np.asarray(placed, dtype=np.int64)])
+    coming = np.concatenate([view.starting, placed_rows])
     rows = np.concatenate([staying, coming])
     if not len(rows):
         return True
-    lead_s = np.zeros(len(rows))
-    prefill_s = s.num_resume_tokens[coming] / view.snapshot.costs.prefill_tokens_per_s
-    lead_s[len(staying) :] = 2 * view.step_s + prefill_s
-    times = lead_s + _earn_s(view, rows)
-    cycle_s = _cycle_s(view, np.concatenate([rows, out_rows]))
+    times = _earn_s(view, rows)
+    prefill_s = s.num_resume_tokens[coming] / costs.prefill_tokens_per_s
+    times[len(staying) :] += 2 * view.step_s + prefill_s
     given_back = view.frees[rows]
-    given_back[len(rows) - len(placed) :] = view.need[list(placed)]
-    num_rounds = 1
-    if np.isfinite(cycle_s):
+    given_back[len(rows) - len(placed) :] = view.need[placed_rows]
+    cycle_s = _cycle_s(view, np.concatenate([rows, out_rows]))
+    if math.isfinite(cycle_s):
         for_blocks = int(needs.sum()) // max(1, int(given_back.sum()))
-        num_rounds += max(len(deadlines) // len(rows), min(_MAX_ROUNDS, for_blocks))
-    times = (times[:, None] + cycle_s * np.arange(num_rounds) if num_rounds > 1 else times).ravel()
-    blocks = np.repeat(given_back, num_rounds)
-    order = np.argsort(times, kind="stable")
-    available = np.searchsorted(times[order], deadlines, side="right")
-    freed = np.concatenate([[0], np.cumsum(blocks[order])])[available]
-    enough_slots = free_slots + available >= np.arange(1, len(deadlines) + 1)
-    enough_blocks = free_blocks + freed >= np.cumsum(needs)
-    return bool(enough_slots.all() and enough_blocks.all())
+        num_rounds = 1 + max(len(deadlines) // len(rows), min(_MAX_ROUNDS, for_blocks))
+        if num_rounds > 1:
+            if not _fits_at_once(times, given_back, deadlines, needs - free_blocks):
+                return False
+            times = (times[:, None] + cycle_s * np.arange(num_rounds)).ravel()
+            given_back = given_back.repeat(num_rounds)
+    in_time = times <= deadlines[-1]
+    times, given_back = times[in_time], given_back[in_time]
+    order = times.argsort(kind="stable")
+    available = times[order].searchsorted(deadlines, side="right")
+    freed = np.zeros(len(order) + 1, dtype=np.int64)
+    np.cumsum(given_back[order], out=freed[1:])
+    late = free_slots + available < np.arange(1, len(deadlines) + 1)
+    late |= free_blocks + freed[available] < needs.cumsum()
+    return not np.count_nonzero(late)
 
 
-def _deadlines(view: View, rows: IntArray) -> tuple[FloatArray, IntArray, FloatArray, FloatArray]:
+def _fits_at_once(
+    times: FloatArray, given_back: IntArray, deadlines: FloatArray, short: IntArray
+) -> bool:
+    """True if at each of `deadlines` what has come free once, at `times`, is as much as its stream
+    is `short` of: however often blocks are given on, they are there once at any one instant."""
+    order = times.argsort(kind="stable")
+    freed = np.zeros(len(order) + 1, dtype=np.int64)
+    np.cumsum(given_back[order], out=freed[1:])
+    available = times[order].searchsorted(deadlines, side="right")
+    return not np.count_nonzero(freed[available] < short)
+
+
+def _deadlines(
+    view: View, rows: IntArray
+) -> tuple[FloatArray, IntArray, FloatArray, FloatArray | None]:
     """Seconds until each of `rows` must be enqueued, nearest first; their block needs; the seconds
-    that computing again and loading each take."""
+    that computing again and loading each take (None: nothing is loaded)."""
     s, policy, costs = view.snapshot.sessions, view.policy, view.snapshot.costs
-    paused = s.state[rows] == PREEMPTED
+    paused, ways = s.state[rows] == PREEMPTED, view.ways
     tokens_later, blocks_later = view.overflow.after_pause(rows)
-    tokens = np.where(paused, view.ways.num_tokens[rows], tokens_later)
-    blocks = np.where(paused, view.ways.num_blocks[rows], blocks_later)
-    waited_s = np.where(paused, view.snapshot.now - s.wait_since_time[rows], 0.0)
-    patience_s = np.where(
-        s.has_reader[rows], s.slack_s[rows], policy.max_machine_pause_s - waited_s
-    )
-    deadlines = np.maximum(patience_s - view.resume_s(tokens - 1, blocks), 0.0)
+    tokens = np.where(paused, ways.num_tokens[rows], tokens_later)
+    patience_s, has_reader = s.slack_s[rows], s.has_reader[rows]
+    if np.count_nonzero(has_reader) < len(rows):
+        waited_s = np.where(paused, view.snapshot.now - s.wait_since_time[rows], 0.0)
+        patience_s = np.where(has_reader, patience_s, policy.max_machine_pause_s - waited_s)
     recompute_s = (tokens - 1) / costs.prefill_tokens_per_s
-    onboard_s = blocks * costs.onboard_block_s
-    order = np.argsort(deadlines, kind="stable")
+    resume_s, onboard_s = costs.resume_s + recompute_s, None
+    if costs.onboard_block_s:
+        onboard_s = np.where(paused, ways.num_blocks[rows], blocks_later) * costs.onboard_block_s
+        resume_s = resume_s + onboard_s
+    deadlines = np.maximum(patience_s - resume_s, 0.0)
+    order = deadlines.argsort(kind="stable")
     order = order[: _NUM_DEADLINE_BATCHES * view.snapshot.kv.max_batch_size]
-    return deadlines[order], view.need[rows[order]], recompute_s[order], onboard_s[order]
+    onboard_s = None if onboard_s is None else onboard_s[order]
+    return deadlines[order], view.need[rows[order]], recompute_s[order], onboard_s
 
 
 def _earn_s(view: View, rows: IntArray) -> FloatArray:
     """Seconds until each of `rows`, once decoding, may be paused or has ended."""
     s, policy = view.snapshot.sessions, view.policy
-    goal_s = view.pause_slack_s
     slack = np.where(s.started[rows], s.slack_s[rows], 0.0)
     gain = 1.0 / (view.step_s * s.read_rate[rows]) - 1.0
-    missing_s = np.maximum(goal_s - slack, 0.0)
-    earned_s = np.where(missing_s > 0, np.where(gain > 0, missing_s, np.inf), 0.0)
-    earned_s = earned_s / np.maximum(gain, 1e-9)
+    missing_s = np.maximum(view.pause_slack_s - slack, 0.0)
+    earned_s = missing_s / np.maximum(gain, 1e-9)
+    earned_s[(gain <= 0) & (missing_s > 0)] = np.inf
     end_s = (s.max_tokens[rows] - s.num_generated[rows]) * view.step_s
-    may = s.pausable[rows]
-    may = may & (s.has_reader[rows] | (s.num_pauses[rows] < policy.max_machine_pauses))
+    may, has_reader = s.pausable[rows], s.has_reader[rows]
+    if np.count_nonzero(has_reader) < len(rows):
+        may = may & (has_reader | (s.num_pauses[rows] < policy.max_machine_pauses))
     result: FloatArray = np.where(may, np.minimum(earned_s, end_s), end_s)
     return result
 
 
 def _cycle_s(view: View, rows: IntArray) -> float:
     """Seconds from giving a slot to a mean stream of `rows` until it may be paused again."""
-    rate = float(view.snapshot.sessions.read_rate[rows].mean())
+    rate = float(view.snapshot.sessions.read_rate[rows].sum()) / len(rows)
     gain = 1.0 / (view.step_s * rate) - 1.0
     if gain <= 0:
         return float("inf")

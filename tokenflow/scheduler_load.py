@@ -8,9 +8,16 @@ from __future__ import annotations
 import numpy as np
 
 from tokenflow.executor.api import CapacitySchedulerPolicy
+from tokenflow.lazy import lazy
 from tokenflow.scheduler_tiers import loads
-from tokenflow.scheduler_view import CANCELLING, PREFILLING, RESUMING, View
+from tokenflow.scheduler_view import CANCELLING, View
 from tokenflow.types import FloatArray, IntArray
+
+_SURELY = 1.0 + 1e-9
+"""Beyond this ratio, one sum is greater than the other however both were rounded."""
+
+_Sums = tuple[float, float, float, float, float]
+"""Of a set of streams: how many, read rates, contexts, KV tokens/s of turns, blocks at the end."""
 
 
 class Load:
@@ -33,31 +40,62 @@ class Load:
 
     def __init__(self, view: View) -> None:
         self._view = view
-        s, policy = view.snapshot.sessions, view.policy
-        served = s.started & (s.state != CANCELLING)
-        served |= (s.state == PREFILLING) | (s.state == RESUMING)
-        served &= ~s.held
-        self._context = s.num_prompt_tokens + 0.5 * (s.num_generated + s.max_tokens)
+        s, kv, policy = view.snapshot.sessions, view.snapshot.kv, view.policy
+        self._is_reserved = kv.capacity_policy is CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+        self._num_pool_tokens = kv.num_total_blocks * kv.tokens_per_block
+        self._loads = loads(view.snapshot)
+        served = s.started & ~s.held & (s.state != CANCELLING)
+        served[view.starting] = ~s.held[view.starting]
+        rows = self._served = served.nonzero()[0]
         # Nobody can be given more than a token a step; a reader that is faster waits for each.
-        self._rate = np.minimum(s.read_rate, 1.0 / view.step_s)
+        self._max_rate = 1.0 / view.step_s
         # A stream that takes turns runs each time from the low share to beyond the high one.
-        turn = np.maximum(policy.turn_share * s.max_tokens, policy.min_quantum_s / view.step_s)
-        self._turned = self._rate * self._context / np.clip(turn, 1.0, s.max_tokens)
-        context, rate = self._context[served], self._rate[served]
-        self._served = np.flatnonzero(served)
+        self._min_turn = max(policy.min_quantum_s / view.step_s, 1.0)
+        self._rate, context, turned = self._needs(rows)
         self._added: list[int] = []
         self._due: _Due | None = None
-        self._sums = (
-            float(len(rate)),
-            float(rate.sum()),
+        self._sums: _Sums = (
+            float(len(rows)),
+            float(self._rate.sum()),
             float(context.sum()),
-            float(self._turned[served].sum()),
-            float(s.num_blocks_final[served].sum()),
+            float(turned.sum()),
+            float(s.num_blocks_final[rows].sum()),
         )
+        self._next: tuple[int, _Sums] = (-1, self._sums)
+        self._ahead: list[_Sums] = []
+
+    def _needs(self, rows: IntArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Of each of `rows`: tokens/s that it needs, its mean context from now on, and KV tokens/s
+        of its turns."""
+        s, policy = self._view.snapshot.sessions, self._view.policy
+        max_tokens = s.max_tokens[rows]
+        context = s.num_prompt_tokens[rows] + 0.5 * (s.num_generated[rows] + max_tokens)
+        rate = np.minimum(s.read_rate[rows], self._max_rate)
+        turn = np.minimum(np.maximum(policy.turn_share * max_tokens, self._min_turn), max_tokens)
+        return rate, context, rate * context / turn
+
+    def num_admitted(self, rows: IntArray) -> int:
+        """How many of the first of `rows` have Σ R <= ρ·Γ when they are added one after the other;
+        some more may be admitted all the same."""
+        limit, num = self._view.policy.load_limit, 0
+        self._ahead = self._with_each(rows)
+        for sums in self._ahead:
+            if sums[1] > limit * self._capacity_of(sums):
+                break
+            num += 1
+        return num
+
+    def add_first(self, rows: IntArray) -> None:
+        """Count `rows`, the first of those that `num_admitted` was asked about last, as served."""
+        self._sums = self._ahead[len(rows) - 1]
+        self._next = (-1, self._sums)
+        self._added += rows.tolist()
+        self._due = None
 
     def add(self, row: int) -> None:
         """Count `row` as served."""
         self._sums = self._with(row)
+        self._next = (-1, self._sums)
         self._added.append(row)
         if self._due is not None:
             self._due.add(row)
@@ -75,19 +113,23 @@ class Load:
 
     def _capacity(self, row: int) -> float:
         """Γ in tokens/s of the set with `row`."""
+        return self._capacity_of(self._with(row))
+
+    def _capacity_of(self, sums: _Sums) -> float:
+        """Γ in tokens/s of a set."""
         kv, costs = self._view.snapshot.kv, self._view.snapshot.costs
-        num, _, sum_context, turned, sum_final = self._with(row)
-        pool_tokens = kv.num_total_blocks * kv.tokens_per_block
-        if kv.capacity_policy is CapacitySchedulerPolicy.GUARANTEED_NO_EVICT:
+        num, _, sum_context, turned, sum_final = sums
+        if self._is_reserved:
             in_pool = kv.num_total_blocks * num / sum_final
         else:
-            in_pool = pool_tokens * num / sum_context
+            in_pool = self._num_pool_tokens * num / sum_context
         batch = max(1, int(min(kv.max_batch_size, num, in_pool)))
         step_s = costs.step_s(batch, batch * sum_context / num)
         # Each turn starts by bringing back what the pool could not keep. The pool lets go of what
         # was paused first, which is due first: the whole overflow meets each resume, up to its own
         # length.
-        left = self._share_left(turned, sum_context - pool_tokens, num / sum_context)
+        overflow = sum_context - self._num_pool_tokens
+        left = self._share_left(turned, overflow, num / sum_context)
         return (batch / step_s) * left
 
     def _share_left(self, turned: float, overflow: float, per_mean: float) -> float:
@@ -98,11 +140,12 @@ class Load:
         them is copied there, and back where that is not slower than computing: the time for which
         steps wait is lost, and a link that is busy all the time is the limit.
         """
-        snapshot = self._view.snapshot
-        kv, costs = snapshot.kv, snapshot.costs
-        out_share = min(1.0, max(0.0, overflow) * per_mean)
+        if overflow <= 0:
+            return 1.0
+        kv, costs = self._view.snapshot.kv, self._view.snapshot.costs
+        out_share = min(1.0, overflow * per_mean)
         lost_share = out_share
-        if loads(snapshot):
+        if self._loads:
             num_lost = max(0.0, overflow - kv.num_host_blocks * kv.tokens_per_block)
             lost_share = min(1.0, num_lost * per_mean)
         recompute = turned * lost_share / costs.prefill_tokens_per_s
@@ -115,17 +158,35 @@ class Load:
         link = max(offload, onboard) if kv.has_tiering else offload + onboard
         return left if link <= 1.0 else min(left, 1.0 / link)
 
-    def _with(self, row: int) -> tuple[float, float, float, float, float]:
-        s = self._view.snapshot.sessions
+    def _with(self, row: int) -> _Sums:
+        """The sums with `row`, which is not served."""
+        known, sums = self._next
+        if known == row:
+            return sums
+        s, policy = self._view.snapshot.sessions, self._view.policy
         num, sum_rate, sum_context, turned, sum_final = self._sums
-        context, rate = float(self._context[row]), float(self._rate[row])
-        return (
+        max_tokens = int(s.max_tokens[row])
+        context = int(s.num_prompt_tokens[row]) + 0.5 * (int(s.num_generated[row]) + max_tokens)
+        rate = min(float(s.read_rate[row]), self._max_rate)
+        turn = min(max(policy.turn_share * max_tokens, self._min_turn), float(max_tokens))
+        sums = (
             num + 1.0,
             sum_rate + rate,
             sum_context + context,
-            turned + float(self._turned[row]),
+            turned + rate * context / turn,
             sum_final + float(s.num_blocks_final[row]),
         )
+        self._next = (row, sums)
+        return sums
+
+    def _with_each(self, rows: IntArray) -> list[_Sums]:
+        """The sums with the first of `rows`, with the first two, and so on."""
+        final = self._view.snapshot.sessions.num_blocks_final[rows]
+        rate, context, turned = self._needs(rows)
+        values = np.array([np.ones(len(rows)), rate, context, turned, final])
+        start = np.array(self._sums)[:, None]
+        sums = np.concatenate([start, values], axis=1).cumsum(axis=1)
+        return list(map(tuple, sums[:, 1:].T.tolist()))
 
 
 class _Due:
@@ -135,43 +196,80 @@ class _Due:
     second, and none after u + n/R: the sum is piecewise linear, so comparing it with a line at its
     corners compares it everywhere. Slack is usable beyond some pauses with their margins. A
     stream that has not started, or has no reader, needs its rate from now on.
-    rate: tokens/s of every row [n]. rows: those that are served.
+    Most sets that cannot be carried fail at two instants that are known at once; the corners are
+    only put in order where that does not tell.
+    rows: those that are served. rate: their tokens/s.
     """
 
     def __init__(self, view: View, rows: IntArray, rate: FloatArray) -> None:
         s, policy = view.snapshot.sessions, view.policy
         margin_s = policy.slack_margin_s + policy.conservativeness * view.round_trip_s
         margin_s *= policy.bridge_margins  # what streams need left over to take turns
-        self._rate = rate
-        self._span_s = (s.max_tokens - s.num_generated) / rate
+        self._sessions, self._max_rate = s, 1.0 / view.step_s
         slack = np.where(s.started[rows] & s.has_reader[rows], s.slack_s[rows], 0.0)
-        start, rate = np.maximum(slack - margin_s, 0.0), rate[rows]
-        corners = np.concatenate([start, start + self._span_s[rows]])
-        order = np.argsort(corners)
-        slopes = np.cumsum(np.concatenate([rate, -rate])[order])
-        self._corners = corners[order]
-        self._tokens = np.zeros(len(corners))
-        np.cumsum(slopes[:-1] * np.diff(self._corners), out=self._tokens[1:])
+        self._rate = rate
+        self._span_s = (s.max_tokens[rows] - s.num_generated[rows]) / rate
+        self._start = np.maximum(slack - margin_s, 0.0)
+        self._end = self._start + self._span_s
+        self._has_added = False
 
     def add(self, row: int) -> None:
         """Count `row`, which starts now."""
-        end = float(self._span_s[row])
-        place = int(np.searchsorted(self._corners, end))
-        if place == len(self._corners) or self._corners[place] != end:
-            tokens = self._at(end)
-            self._corners = np.insert(self._corners, place, end)
-            self._tokens = np.insert(self._tokens, place, tokens)
-        self._tokens = self._tokens + self._rate[row] * np.minimum(self._corners, end)
+        rate, end = self._line_of(row)
+        corners, tokens = self._line
+        place = int(corners.searchsorted(end))
+        if place == len(corners) or corners[place] != end:
+            at_end = self._at(end)
+            corners = np.concatenate([corners[:place], [end], corners[place:]])
+            tokens = np.concatenate([tokens[:place], [at_end], tokens[place:]])
+        self._line = corners, tokens + rate * np.minimum(corners, end)
+        self._has_added = True
 
     def fits(self, row: int, capacity: float) -> bool:
         """True if nothing is due earlier than `capacity` (tokens/s) makes it, with `row`."""
-        rate, end = float(self._rate[row]), float(self._span_s[row])
-        tokens = self._tokens + rate * np.minimum(self._corners, end)
-        at_end = self._at(end) + rate * end
-        return bool((tokens <= capacity * self._corners).all() and at_end <= capacity * end)
+        rate, end = self._line_of(row)
+        if not self._has_added and self._surely_not(rate, end, capacity):
+            return False
+        corners, tokens = self._line
+        if self._at(end) + rate * end > capacity * end:
+            return False
+        return bool((tokens + rate * np.minimum(corners, end) <= capacity * corners).all())
+
+    def _surely_not(self, rate: float, end: float, capacity: float) -> bool:
+        """True if the tokens due by the mean stream's length, or its end, are too many, however
+        sums are rounded; a newcomer reads `rate` until `end`."""
+        num = len(self._rate)
+        for times in (self._span_s, self._end) if num else ():
+            instant = float(times.sum()) / num
+            read_s = np.minimum(np.maximum(instant - self._start, 0.0), self._span_s)
+            tokens = float(self._rate.dot(read_s)) + rate * min(instant, end)
+            if tokens > capacity * instant * _SURELY:
+                return True
+        return False
+
+    @lazy
+    def _line(self) -> tuple[FloatArray, FloatArray]:
+        """Corners in order, from 0, and the tokens due by each."""
+        corners = np.concatenate([self._start, self._end])
+        order = corners.argsort(kind="stable")
+        slopes = np.concatenate([self._rate, -self._rate])[order].cumsum()
+        corners = np.concatenate([[0.0], corners[order]])
+        tokens = np.zeros(len(corners))
+        np.cumsum(slopes[:-1] * (corners[2:] - corners[1:-1]), out=tokens[2:])
+        return corners, tokens
+
+    def _line_of(self, row: int) -> tuple[float, float]:
+        """Rate of `row`, and the instant at which it has read all if it starts now."""
+        s = self._sessions
+        rate = min(float(s.read_rate[row]), self._max_rate)
+        return rate, int(s.max_tokens[row] - s.num_generated[row]) / rate
 
     def _at(self, instant: float) -> float:
-        if not len(self._corners):
-            return 0.0
-        corners = np.concatenate([[0.0], self._corners])
-        return float(np.interp(instant, corners, np.concatenate([[0.0], self._tokens])))
+        """Tokens due by then, on the line between two corners."""
+        corners, tokens = self._line
+        after = int(corners.searchsorted(instant, side="right"))
+        if after == len(corners):
+            return float(tokens[-1])
+        left, right = float(corners[after - 1]), float(corners[after])
+        begin, end = float(tokens[after - 1]), float(tokens[after])
+        return begin + (end - begin) / (right - left) * (instant - left)

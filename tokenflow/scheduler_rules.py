@@ -5,42 +5,96 @@ Owns the thresholds. All functions are pure and only read the view.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
+from tokenflow.lazy import lazy
 from tokenflow.policies import rank
-from tokenflow.scheduler_view import Draft, View
-from tokenflow.types import FloatArray, IntArray
+from tokenflow.scheduler_draft import Draft
+from tokenflow.scheduler_view import View
+from tokenflow.types import BoolArray, FloatArray, IntArray
 
 
-@dataclass(frozen=True, slots=True)
 class Victims:
-    """Running rows that may be paused at all, first choice (lowest P: most slack) first.
+    """Running rows that may be paused at all, first choice (lowest P: most slack) first; found when
+    somebody asks.
 
     spare_s: slack beyond the round trip and margin; a newcomer's prefill must fit in it.
     rested: the row has run its quantum.
     """
 
-    rows: list[int]
-    spare_s: list[float]
-    rested: list[bool]
+    def __init__(self, view: View) -> None:
+        self._view = view
 
+    @lazy
+    def rows(self) -> list[int]:
+        """Who."""
+        rows: list[int] = self._found[0].tolist()
+        return rows
+
+    @lazy
+    def spare_s(self) -> list[float]:
+        """Of each."""
+        spare_s: list[float] = self._found[1].tolist()
+        return spare_s
+
+    @lazy
+    def rested(self) -> list[bool]:
+        """Of each."""
+        rested: list[bool] = self._found[2].tolist()
+        return rested
+
+    @lazy
+    def _found(self) -> tuple[IntArray, FloatArray, BoolArray]:
+        return _victims(self._view)
+
+    @lazy
+    def others(self) -> tuple[IntArray, FloatArray]:
+        """rows and spare_s of those that may yield to a newcomer or to a better balance."""
+        rows, spare_s, rested = self._found
+        return rows[rested], spare_s[rested]
+
+    @lazy
     def for_due(self) -> list[tuple[int, float]]:
         """(row, spare) that may yield to a due resume: those that ran their quantum first, then the
         others, because limits on pauses must not make a reader stall."""
-        able = list(zip(self.rows, self.spare_s, self.rested, strict=True))
-        return [
-            (row, spare)
-            for wanted in (True, False)
-            for row, spare, rested in able
-            if rested is wanted
-        ]
+        rows, spare_s, rested = self._found
+        order = (~rested).argsort(kind="stable")
+        return list(zip(rows[order].tolist(), spare_s[order].tolist(), strict=True))
 
+    @lazy
     def for_others(self) -> list[tuple[int, float]]:
-        """(row, spare) that may yield to a newcomer or to a better balance."""
-        able = zip(self.rows, self.spare_s, self.rested, strict=True)
-        return [(row, spare) for row, spare, rested in able if rested]
+        """As `others`, one by one."""
+        rows, spare_s = self.others
+        return list(zip(rows.tolist(), spare_s.tolist(), strict=True))
+
+
+class Pool:
+    """Those of `able` that may still yield, in order, while a draft is filled.
+
+    due: for due resumes, else for newcomers.
+    """
+
+    def __init__(self, draft: Draft, able: Victims, *, due: bool = False) -> None:
+        self._draft, self._able, self._due = draft, able, due
+
+    def for_row(self, draft: Draft, row: int, seconds: float) -> list[int] | None:
+        """As Draft.victims_for, of those that can spare `seconds`."""
+        if draft.fits(row):
+            return []
+        return draft.victims_for(row, (v for v, spare_s in self._left if spare_s >= seconds))
+
+    def take_out(self, rows: list[int]) -> None:
+        """They were paused."""
+        for row in rows:
+            if self._left[0][0] == row:
+                del self._left[0]
+            else:
+                self._left = [entry for entry in self._left if entry[0] != row]
+
+    @lazy
+    def _left(self) -> list[tuple[int, float]]:
+        able = self._able.for_due if self._due else self._able.for_others
+        return [entry for entry in able if not self._draft.named(entry[0])]
 
 
 def victims(view: View) -> Victims:
@@ -48,38 +102,60 @@ def victims(view: View) -> Victims:
     interval) + ε, with what is to be recomputed. Copies are charged only where the pool is going to
     need the blocks. A stream without a reader may be paused a bounded number of times. One
     that ends within the round trip is left to end."""
+    return Victims(view)
+
+
+def _victims(view: View) -> tuple[IntArray, FloatArray, BoolArray]:
     s, policy = view.snapshot.sessions, view.policy
-    rows = view.running
-    if not len(rows):
-        return Victims([], [], [])
-    costs, slack = view.snapshot.costs, s.slack_s[rows]
-    num_tokens, num_blocks = view.overflow.after_pause(rows)
-    round_trip_s = view.resume_s(num_tokens - 1, num_blocks) + view.overflow.offload_s(rows)
-    round_trip_s += costs.pause_s + costs.plan_interval_s
+    costs, rows = view.snapshot.costs, view.running
+    round_trip_s = _back_s(view, rows) + (costs.pause_s + costs.plan_interval_s)
     away_s = policy.slack_margin_s + view.away_s
-    spare_s = slack - (policy.conservativeness * round_trip_s + away_s)
+    spare_s = s.slack_s[rows] - (policy.conservativeness * round_trip_s + away_s)
     left_s = (s.max_tokens[rows] - s.num_generated[rows]) * view.step_s
     may = s.pausable[rows] & s.started[rows] & (spare_s >= 0)
     may &= s.has_reader[rows] | (s.num_pauses[rows] < policy.max_machine_pauses)
     may &= left_s > costs.pause_s + costs.resume_s
     rows, spare_s = rows[may], spare_s[may]
+    if len(rows) > 1:
+        order = _yielding_order(view, rows)
+        rows, spare_s = rows[order], spare_s[order]
     ran_s = view.snapshot.now - s.running_since_time[rows]
-    order = _yielding_order(view, rows)
-    return Victims(
-        rows[order].tolist(),
-        spare_s[order].tolist(),
-        (ran_s[order] >= view.quantum_s).tolist(),
-    )
+    return rows, spare_s, ran_s >= view.quantum_s
+
+
+def _back_s(view: View, rows: IntArray) -> FloatArray | float:
+    """Seconds for copying what the device is going to need of the running `rows` out, and for
+    their resumes."""
+    if not view.overflow.num_blocks:
+        return view.snapshot.costs.resume_s
+    num_tokens, num_blocks = view.overflow.after_pause(rows)
+    return view.resume_s(num_tokens - 1, num_blocks) + view.overflow.offload_s(rows)
+
+
+def is_low(view: View, rows: IntArray) -> BoolArray:
+    """True for those of `rows` that have little to read: a small share of their output, and not for
+    long. Never without a reader, whose slack is infinite."""
+    s, policy = view.snapshot.sessions, view.policy
+    slack_s = s.slack_s[rows]
+    unread = slack_s * s.read_rate[rows]
+    result: BoolArray = unread < policy.low_share * s.max_tokens[rows]
+    result &= slack_s < policy.low_slack_s
+    return result
 
 
 def excess_order(view: View, rows: IntArray) -> IntArray:
     """`rows` in the order in which they get what is left beyond what readers need: those that would
     run alone in the end by what they have left, the others by what they have generated."""
     s = view.snapshot.sessions
-    left = s.max_tokens - s.num_generated
+    num_generated = s.num_generated[rows]
+    left = s.max_tokens[rows] - num_generated
     num_together = len(view.running) + len(view.starting)
-    tail = left[rows] * num_together >= view.policy.tail_share * left.sum()
-    result: IntArray = rows[np.lexsort((-s.num_generated[rows], -(left[rows] * tail)))]
+    tail = left * num_together >= view.policy.tail_share * view.num_left
+    if tail.any():
+        order = np.lexsort((-num_generated, -(left * tail)))
+    else:
+        order = (-num_generated).argsort(kind="stable")
+    result: IntArray = rows[order]
     return result
 
 
@@ -88,12 +164,15 @@ def _yielding_order(view: View, rows: IntArray) -> IntArray:
     then those well ahead, last in the order of excess first; then the others, with most slack
     first (lowest P)."""
     s, policy = view.snapshot.sessions, view.policy
-    p = rank(policy, s.slack_s[rows], np.zeros(len(rows)), s.started[rows], s.priority[rows])
-    place = np.empty(len(s), dtype=np.int64)
-    place[excess_order(view, rows)] = np.arange(len(rows), 0, -1)
-    ahead = s.slack_s[rows] * s.read_rate[rows] >= policy.high_share * s.max_tokens[rows]
-    behind = np.where(ahead, place[rows], len(s) + 1)
-    keys = (p, behind, s.has_reader[rows], s.priority[rows])
+    slack, priority, has_reader = s.slack_s[rows], s.priority[rows], s.has_reader[rows]
+    p = rank(policy, slack, np.zeros(len(rows)), s.started[rows], priority)
+    ahead = slack * s.read_rate[rows] >= policy.high_share * s.max_tokens[rows]
+    keys: tuple[FloatArray | IntArray | BoolArray, ...] = (p, has_reader, priority)
+    if ahead.any():
+        place = np.empty(len(s), dtype=np.int64)
+        place[excess_order(view, rows)] = np.arange(len(rows), 0, -1)
+        behind = np.where(ahead, place[rows], len(s) + 1)
+        keys = (p, behind, has_reader, priority)
     result: IntArray = np.lexsort(keys)
     return result
 
@@ -106,10 +185,15 @@ def due_rows(view: View) -> list[int]:
     rows = view.paused
     if not len(rows):
         return []
-    slack, wait_s = s.slack_s[rows], view.snapshot.now - s.wait_since_time[rows]
-    due = (slack <= due_slack_s(view, rows)) | ~s.started[rows]
-    due |= ~s.has_reader[rows] & (wait_s >= policy.max_machine_pause_s)
-    rows, wait_s = rows[due], wait_s[due]
+    due = (s.slack_s[rows] <= due_slack_s(view, rows)) | ~s.started[rows]
+    machines = ~s.has_reader[rows]
+    if machines.any():
+        wait_s = view.snapshot.now - s.wait_since_time[rows]
+        due |= machines & (wait_s >= policy.max_machine_pause_s)
+    rows = rows[due]
+    if not len(rows):
+        return []
+    wait_s = view.snapshot.now - s.wait_since_time[rows]
     urgency = np.where(s.has_reader[rows] & s.started[rows], s.slack_s[rows], 0.0)
     order = np.lexsort((-wait_s, urgency))
     limit_rows = view.snapshot.kv.max_batch_size + policy.max_passes

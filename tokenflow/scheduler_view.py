@@ -1,10 +1,9 @@
-"""What the planner derives once from a snapshot, and the draft it fills.
+"""What the planner derives once from a snapshot.
 
 Owns: which rows run, start, leave, wait and are paused; the free slots and blocks they leave; what
 each row is charged when it is placed and gives back when it is paused; what its way back costs.
 
-Invariants: the snapshot's arrays are only read; a draft never goes below the free slots or blocks
-by placing (it may start below, when the pool is about to run out).
+Invariants: the snapshot's arrays are only read; what was derived does not change.
 
 A RUNNING row one token short of its end ends in the step in flight, so its slot and blocks are
 free for whoever is enqueued now: the engine's queue holds the newcomer for that one boundary.
@@ -14,15 +13,14 @@ PAUSING and CANCELLING rows count as gone for the same reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from tokenflow.executor.api import CapacitySchedulerPolicy
+from tokenflow.lazy import lazy
 from tokenflow.policies import TokenflowPolicy
 from tokenflow.scheduler_tiers import Overflow, ResumeWays, link_block_s, overflow_of, resume_ways
-from tokenflow.types import Decision, FloatArray, IntArray, SessionState, Snapshot
+from tokenflow.types import FloatArray, IntArray, SessionState, Snapshot
 
 # Looking up an enum member costs more than comparing a column with a plain number.
 WAITING = int(SessionState.WAITING)
@@ -32,52 +30,158 @@ PAUSING = int(SessionState.PAUSING)
 PREEMPTED = int(SessionState.PREEMPTED)
 RESUMING = int(SessionState.RESUMING)
 CANCELLING = int(SessionState.CANCELLING)
+_NUM_STATES = len(SessionState)
+
+_NO_ROWS: IntArray = np.zeros(0, dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     """Rows are positions in the snapshot's columns; `running` does not hold those about to end.
 
     waiting and paused leave out what is larger than the whole pool, and what its client holds.
-    num_tokens [n]: prompt and generated. ways: how a paused row would come back. overflow: what of
-    the KV the device will not hold. need [n]: blocks charged when placed. frees [n]: blocks
-    given back when paused. step_s: seconds of a step of the present batch.
+    num_in_state: how many rows are in each SessionState. num_tokens [n]: prompt and generated.
+    step_s: seconds of a step of the present batch.
     free_blocks: after the growth of those that stay, until a pause decided now takes effect.
     reserve: further growth that placing anybody must leave room for. Both growths are 0 in
     GUARANTEED_NO_EVICT, which reserves to the end.
+
+    What not every plan looks at is derived when it is asked for.
     """
 
-    snapshot: Snapshot
-    policy: TokenflowPolicy
+    num_in_state: list[int]
     running: IntArray
     starting: IntArray
-    pausing: IntArray
     waiting: IntArray
     paused: IntArray
     num_tokens: IntArray
-    ways: ResumeWays
-    overflow: Overflow
-    need: IntArray
-    frees: IntArray
     step_s: float
     free_slots: int
     free_blocks: int
     reserve: int
+
+    def __init__(self, snapshot: Snapshot, policy: TokenflowPolicy) -> None:
+        self.snapshot = snapshot
+        self.policy = policy
+        s = snapshot.sessions
+        self.num_in_state = np.bincount(s.state, minlength=_NUM_STATES).tolist()
+        self.num_tokens = s.num_prompt_tokens + s.num_generated
+        in_step = (s.state == RUNNING).nonzero()[0]
+        goes_on = s.max_tokens[in_step] - s.num_generated[in_step] > 1
+        self.running = in_step[goes_on]
+        self.starting = self.waiting = self.paused = _NO_ROWS
+        self._find_others()
+        staying = self.running
+        if len(self.starting):
+            staying = np.concatenate([staying, self.starting])
+        self._find_room(staying)
+        if len(self.running) < len(in_step):
+            self._come_free(s.num_blocks_held[in_step[~goes_on]])
+
+    def _find_others(self) -> None:
+        """Who is being started, waits, or is paused."""
+        s, num, state = self.snapshot.sessions, self.num_in_state, self.snapshot.sessions.state
+        if num[PREFILLING] or num[RESUMING]:
+            self.starting = ((state == PREFILLING) | (state == RESUMING)).nonzero()[0]
+        if num[WAITING] or num[PREEMPTED]:
+            num_blocks = np.maximum(s.num_blocks_needed, s.num_blocks_final)
+            may_not = (num_blocks > self.snapshot.kv.num_total_blocks) | s.held
+            place = np.where(may_not, -1, state)
+            self.waiting = (place == WAITING).nonzero()[0]
+            self.paused = (place == PREEMPTED).nonzero()[0]
+
+    def _find_room(self, staying: IntArray) -> None:
+        """What `staying` leaves free, with what is held by those that were told to leave."""
+        s, kv, costs = self.snapshot.sessions, self.snapshot.kv, self.snapshot.costs
+        tokens = self.num_tokens[staying]
+        self.step_s = costs.step_s(max(1, len(staying)), float(tokens.sum()))
+        self.free_slots, self.reserve = kv.max_batch_size - len(staying), 0
+        if kv.capacity_policy is CapacitySchedulerPolicy.GUARANTEED_NO_EVICT:
+            self.free_blocks = kv.num_total_blocks - int(s.num_blocks_needed[staying].sum())
+            return
+        near_s = costs.pause_s + costs.plan_interval_s
+        far_s = near_s + self.policy.min_quantum_s
+        growth = self._growth(tokens, s.num_blocks_final[staying], near_s, far_s)
+        near, far = growth.sum(axis=1).tolist()
+        self.free_blocks, self.reserve = kv.num_free_blocks - near, far - near
+        if self.num_in_state[PAUSING] or self.num_in_state[CANCELLING]:
+            self._come_free(s.num_blocks_held[(s.state == PAUSING) | (s.state == CANCELLING)])
+
+    def _come_free(self, num_blocks: IntArray) -> None:
+        """So many blocks each are held by streams that leave; reserved ones are not counted so."""
+        if self.snapshot.kv.capacity_policy is not CapacitySchedulerPolicy.GUARANTEED_NO_EVICT:
+            self.free_blocks += int(num_blocks.sum())
+
+    @lazy
+    def pausing(self) -> IntArray:
+        """Rows whose pause is under way."""
+        result: IntArray = (self.snapshot.sessions.state == PAUSING).nonzero()[0]
+        return result
+
+    @lazy
+    def ways(self) -> ResumeWays:
+        """How a paused row would come back."""
+        return resume_ways(self.snapshot)
+
+    @lazy
+    def overflow(self) -> Overflow:
+        """What of the KV the device will not hold."""
+        return overflow_of(self.snapshot, self.num_tokens)
+
+    @lazy
+    def need(self) -> IntArray:
+        """Blocks [n] charged when placed."""
+        needed = self.snapshot.sessions.num_blocks_needed
+        return needed if self._far is None else needed + self._far
+
+    @lazy
+    def frees(self) -> IntArray:
+        """Blocks [n] given back when paused."""
+        s = self.snapshot.sessions
+        return s.num_blocks_needed if self._far is None else s.num_blocks_held + self._far
+
+    @lazy
+    def _far(self) -> IntArray | None:
+        """Growth [n] until a row placed now has run its quantum; None where it is reserved."""
+        snapshot, costs = self.snapshot, self.snapshot.costs
+        kv, final = snapshot.kv, snapshot.sessions.num_blocks_final
+        if kv.capacity_policy is CapacitySchedulerPolicy.GUARANTEED_NO_EVICT:
+            return None
+        far_s = costs.pause_s + costs.plan_interval_s + self.policy.min_quantum_s
+        result: IntArray = self._growth(self.num_tokens, final, far_s)[0]
+        return result
+
+    def _growth(
+        self, num_tokens: IntArray, num_blocks_final: IntArray, *seconds: float
+    ) -> IntArray:
+        """Blocks [len(seconds), n] that sequences of `num_tokens` take on within each of `seconds`,
+        never past their full length."""
+        size = self.snapshot.kv.tokens_per_block
+        num_steps = [0, *(math.ceil(s / self.step_s) + 1 for s in seconds)]
+        num_blocks = (num_tokens + np.array(num_steps)[:, None] + (size - 1)) // size
+        later = np.minimum(num_blocks[1:], num_blocks_final) - num_blocks[0]
+        result: IntArray = np.maximum(later, 0)
+        return result
+
+    @lazy
+    def num_left(self) -> int:
+        """Tokens that everybody together has still to generate."""
+        s = self.snapshot.sessions
+        return int(s.max_tokens.sum()) - int(s.num_generated.sum())
 
     def resume_s(self, num_tokens: IntArray, num_blocks: IntArray) -> FloatArray:
         """Seconds from enqueue to first token of resumes that compute `num_tokens` each, besides
         the one they give, and load `num_blocks` from the host."""
         costs = self.snapshot.costs
         result: FloatArray = costs.resume_s + num_tokens / costs.prefill_tokens_per_s
-        return result + num_blocks * costs.onboard_block_s
+        return result + num_blocks * costs.onboard_block_s if costs.onboard_block_s else result
 
-    @property
+    @lazy
     def round_trip_s(self) -> float:
         """Pause, resume with all KV kept in one of the tiers, and the wait for the plan that orders
         it."""
         costs = self.snapshot.costs
         round_trip_s = costs.pause_s + costs.resume_s + costs.plan_interval_s
-        return round_trip_s + self.overflow.mean_copy_s
+        return round_trip_s + self.mean_copy_s
 
     def engine_s(self, row: int) -> float:
         """Seconds for which bringing back the paused `row` keeps everybody in the engine waiting:
@@ -87,21 +191,32 @@ class View:
         copied_s = float(ways.num_blocks[row]) * costs.onboard_block_s
         return computed_s + costs.copy_wait_share * copied_s
 
-    @property
+    def engine_s_of(self, rows: IntArray) -> FloatArray:
+        """As `engine_s`, of each of several rows."""
+        costs, ways = self.snapshot.costs, self.ways
+        computed_s: FloatArray = (ways.num_tokens[rows] - 1) / costs.prefill_tokens_per_s
+        return computed_s + costs.copy_wait_share * (ways.num_blocks[rows] * costs.onboard_block_s)
+
+    @lazy
+    def mean_copy_s(self) -> float:
+        """Seconds of copying, both ways, in the mean pause; 0 while the device holds all KV."""
+        return self.overflow.mean_copy_s if self.snapshot.kv.num_host_blocks else 0.0
+
+    @lazy
     def quantum_s(self) -> float:
         """Time in the engine before a stream yields to others."""
         return max(self.policy.min_quantum_s, self.away_s)
 
-    @property
+    @lazy
     def away_s(self) -> float:
         """Time for which a paused stream is away at least: where pauses move KV, as long as taking
         turns must last to leave the link most of its time; else none."""
-        if not self.overflow.mean_copy_s:
+        if not self.mean_copy_s:
             return 0.0
         pool_s = self.snapshot.kv.num_total_blocks * link_block_s(self.snapshot)
         return pool_s / self.policy.link_share
 
-    @property
+    @lazy
     def pause_slack_s(self) -> float:
         """Slack beyond which a mean stream may be paused."""
         policy = self.policy
@@ -111,182 +226,4 @@ class View:
 
 def view_of(snapshot: Snapshot, policy: TokenflowPolicy) -> View:
     """Derive the planner's view; every array is new or untouched."""
-    s, kv, costs = snapshot.sessions, snapshot.kv, snapshot.costs
-    state = s.state
-    in_step = state == RUNNING
-    ending = in_step & (s.num_generated >= s.max_tokens - 1)
-    running = np.flatnonzero(in_step & ~ending)
-    starting = np.flatnonzero((state == PREFILLING) | (state == RESUMING))
-    pausing = state == PAUSING
-    staying = np.concatenate([running, starting])
-    num_tokens = s.num_prompt_tokens + s.num_generated
-    step_s = costs.step_s(max(1, len(staying)), float(num_tokens[staying].sum()))
-    fits = np.maximum(s.num_blocks_needed, s.num_blocks_final) <= kv.num_total_blocks
-    may_start = fits & ~s.held
-    if kv.capacity_policy is CapacitySchedulerPolicy.GUARANTEED_NO_EVICT:
-        need = frees = s.num_blocks_needed
-        free_blocks = kv.num_total_blocks - int(need[staying].sum())
-        reserve = 0
-    else:
-        near_s = costs.pause_s + costs.plan_interval_s
-        near = _growth(snapshot, num_tokens, near_s, step_s)
-        far = _growth(snapshot, num_tokens, near_s + policy.min_quantum_s, step_s)
-        need, frees = s.num_blocks_needed + far, s.num_blocks_held + far
-        leaving = pausing | (state == CANCELLING) | ending
-        free_blocks = kv.num_free_blocks + int(s.num_blocks_held[leaving].sum())
-        free_blocks -= int(near[staying].sum())
-        reserve = int((far - near)[staying].sum())
-    return View(
-        snapshot=snapshot,
-        policy=policy,
-        running=running,
-        starting=starting,
-        pausing=np.flatnonzero(pausing),
-        waiting=np.flatnonzero((state == WAITING) & may_start),
-        paused=np.flatnonzero((state == PREEMPTED) & may_start),
-        num_tokens=num_tokens,
-        ways=resume_ways(snapshot),
-        overflow=overflow_of(snapshot, num_tokens),
-        need=need,
-        frees=frees,
-        step_s=step_s,
-        free_slots=kv.max_batch_size - len(staying),
-        free_blocks=free_blocks,
-        reserve=reserve,
-    )
-
-
-def _growth(snapshot: Snapshot, num_tokens: IntArray, seconds: float, step_s: float) -> IntArray:
-    """Blocks [n] that each sequence takes on within `seconds`, never past its full length."""
-    s, size = snapshot.sessions, snapshot.kv.tokens_per_block
-    num_steps = math.ceil(seconds / step_s) + 1
-    later = np.minimum(-(-(num_tokens + num_steps) // size), s.num_blocks_final)
-    result: IntArray = np.maximum(later - -(-num_tokens // size), 0)
-    return result
-
-
-class Draft:
-    """A decision under construction: free room, and who was placed or paused so far.
-
-    slots, blocks: what is free after everything drafted.
-    """
-
-    def __init__(self, view: View) -> None:
-        self._view = view
-        self.slots = view.free_slots
-        self.blocks = view.free_blocks
-        self.pause: list[int] = []
-        self.resume: list[int] = []
-        self.admit: list[int] = []
-        self.forced: list[int] = []
-        self.prefetch: list[int] = []
-        self.offload: list[tuple[int, int]] = []
-        self._why: dict[int, str] = {}
-
-    def copy(self) -> Draft:
-        """A draft of its own that starts with everything drafted here."""
-        other = Draft(self._view)
-        other.adopt(self)
-        return other
-
-    def adopt(self, other: Draft) -> None:
-        """Take over what `other`, a draft of the same view, holds."""
-        self.slots, self.blocks = other.slots, other.blocks
-        self.pause, self.forced = list(other.pause), list(other.forced)
-        self.resume, self.admit = list(other.resume), list(other.admit)
-        self.prefetch, self.offload = list(other.prefetch), list(other.offload)
-        self._why = dict(other._why)
-
-    def fits(self, row: int) -> bool:
-        """True if `row` can be placed without another pause."""
-        return self.slots >= 1 and self.blocks >= int(self._view.need[row])
-
-    def victims_for(self, row: int, candidates: Iterable[int]) -> list[int] | None:
-        """The fewest of `candidates`, best first, whose pause makes room for `row`.
-
-        [] if it fits as it is, None if all of them do not make enough room. Dropping any one of
-        the result leaves too little.
-        """
-        return self.victims_to_reach(1, int(self._view.need[row]), candidates)
-
-    def victims_to_reach(
-        self, num_slots: int, num_blocks: int, candidates: Iterable[int]
-    ) -> list[int] | None:
-        """As `victims_for`, for a number of free slots and blocks."""
-        frees = self._view.frees
-        slots, blocks = self.slots - num_slots, self.blocks - num_blocks
-        chosen: list[int] = []
-        if slots < 0 or blocks < 0:
-            for candidate in candidates:
-                chosen.append(candidate)
-                slots, blocks = slots + 1, blocks + int(frees[candidate])
-                if slots >= 0 and blocks >= 0:
-                    break
-        if slots < 0 or blocks < 0:
-            return None
-        for candidate in reversed(chosen[:-1]):
-            freed = int(frees[candidate])
-            if slots >= 1 and blocks >= freed:
-                chosen.remove(candidate)
-                slots, blocks = slots - 1, blocks - freed
-        return chosen
-
-    def take_out(self, row: int, why: str, *, forced: bool = False) -> None:
-        """Pause `row`."""
-        self.pause.append(row)
-        if forced:
-            self.forced.append(row)
-        self._why[row] = why
-        self.slots += 1
-        self.blocks += int(self._view.frees[row])
-
-    def place(self, row: int, why: str, victims: Sequence[int] = ()) -> None:
-        """Start or resume `row`, after pausing `victims` for it."""
-        for victim in victims:
-            self.take_out(victim, f"for {why}")
-        assert self.fits(row), "placed without room"
-        started = self._view.snapshot.sessions.state[row] == PREEMPTED
-        (self.resume if started else self.admit).append(row)
-        self._why[row] = why
-        self.slots -= 1
-        self.blocks -= int(self._view.need[row])
-
-    def fetch(self, row: int) -> None:
-        """Bring what the host holds of the paused `row` to the device."""
-        self.prefetch.append(row)
-        self._why[row] = "prefetch"
-        self.blocks -= int(self._view.ways.num_blocks[row])
-
-    def copy_out(self, row: int, num_blocks: int) -> None:
-        """Copy that many more of the oldest blocks of `row` to the host."""
-        self.offload.append((row, num_blocks))
-        self._why.setdefault(row, "write-through")
-
-    def prune(self) -> None:
-        """Take back pauses that a later, larger one made unnecessary."""
-        for row in self.pause[::-1]:
-            freed = int(self._view.frees[row])
-            if self.slots >= 1 and self.blocks >= freed:
-                self.pause.remove(row)
-                del self._why[row]
-                self.slots, self.blocks = self.slots - 1, self.blocks - freed
-        self.forced = [row for row in self.forced if row in self._why]
-
-    def named(self, row: int) -> bool:
-        """True if `row` was placed or paused."""
-        return row in self._why
-
-    def decision(self) -> Decision:
-        """The drafted decision, in slots."""
-        slot = self._view.snapshot.sessions.slot
-        recomputes = self._view.ways.recomputes
-        return Decision(
-            pause=tuple(int(slot[row]) for row in self.pause),
-            resume=tuple(int(slot[row]) for row in self.resume),
-            admit=tuple(int(slot[row]) for row in self.admit),
-            forced=tuple(int(slot[row]) for row in self.forced),
-            recompute=tuple(int(slot[row]) for row in self.resume if recomputes[row]),
-            prefetch=tuple(int(slot[row]) for row in self.prefetch),
-            offload=tuple((int(slot[row]), num_blocks) for row, num_blocks in self.offload),
-            why={int(slot[row]): why for row, why in self._why.items()},
-        )
+    return View(snapshot, policy)

@@ -172,8 +172,8 @@ def test_a_resume_that_computes_by_choice_is_learned_as_such() -> None:
     assert column(columns, "num_resume_tokens", session) == 10
     assert column(columns, "num_host_blocks", session) == 0
     view = view_of(snapshot_of(columns), TokenflowPolicy())
-    budget = PrefillBudget(view)
-    assert budget._taken_s == pytest.approx(10 / COSTS.prefill_tokens_per_s)
+    row = columns.slot.tolist().index(session.slot)
+    assert PrefillBudget(view).seconds(row) == pytest.approx(10 / COSTS.prefill_tokens_per_s)
     s.step()
     assert [tokens_and_blocks for _, *tokens_and_blocks in s.costs.resumes] == [[10, 0]]
 

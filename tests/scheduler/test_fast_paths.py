@@ -1,0 +1,246 @@
+"""Ways to decide in less time decide the same as the plain ones, which are written down here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.scheduler.build import COSTS, MAX_UTIL, NO_EVICT, paused, running, snapshot, waiting
+from tests.scheduler.test_plan_properties import snapshots
+from tokenflow.policies import TokenflowPolicy, WaitForm, rank
+from tokenflow.scheduler_balance import exchange
+from tokenflow.scheduler_crowd import place_crowd
+from tokenflow.scheduler_draft import Draft
+from tokenflow.scheduler_forecast import PrefillBudget
+from tokenflow.scheduler_load import Load
+from tokenflow.scheduler_rules import Pool, half_kept, is_low, victims
+from tokenflow.scheduler_view import View, view_of
+from tokenflow.types import CostEstimate, Snapshot
+
+POLICY = TokenflowPolicy()
+
+
+def costs_of(speed: float, prefill_speed: float, offload_block_s: float = 0.0) -> CostEstimate:
+    return dataclasses.replace(
+        COSTS,
+        prefill_tokens_per_s=COSTS.prefill_tokens_per_s * prefill_speed,
+        step_base_s=COSTS.step_base_s / speed,
+        step_per_sequence_s=COSTS.step_per_sequence_s / speed,
+        step_per_context_token_s=COSTS.step_per_context_token_s / speed,
+        offload_block_s=offload_block_s,
+    )
+
+
+@st.composite
+def crowds(draw) -> Snapshot:
+    """All slots taken, some paused, many newcomers; most of them can be placed."""
+    num_slots = draw(st.integers(4, 20))
+    blocks = st.sampled_from([3, 4, 4, 4, 6])
+    most_s, num_fixed = draw(st.sampled_from([4, 60])), draw(st.sampled_from([0, 1, 12]))
+    rows = []
+    for _ in range(num_slots):
+        slack, num = draw(st.floats(1, most_s)), draw(blocks)
+        extra = {"num_blocks_held": num, "num_blocks_needed": num, "num_blocks_final": num}
+        rows.append(running(slack, pausable=draw(st.integers(0, 9)) > 0, **extra))
+    for _ in range(draw(st.integers(0, 8))):
+        rows.append(paused(draw(st.floats(3, 60))))
+    for _ in range(draw(st.integers(1, 30))):
+        num, is_pausable = draw(blocks), draw(st.integers(0, 19)) >= num_fixed
+        extra = {"num_blocks_needed": num, "num_blocks_final": num, "pausable": is_pausable}
+        reader = {"has_reader": draw(st.integers(0, 8)) > 0, "read_rate": draw(st.floats(1, 12))}
+        prompt = {"num_resume_tokens": draw(st.sampled_from([8, 32, 32, 64]))}
+        rows.append(waiting(**extra, **prompt, **reader))
+    speeds = draw(st.sampled_from([1.0, 5.0, 500.0])), draw(st.sampled_from([0.01, 0.2, 1, 99]))
+    held = sum(row.get("num_blocks_held", 0) for row in rows)
+    return snapshot(
+        rows,
+        max_batch_size=num_slots,
+        num_total_blocks=held + draw(st.integers(0, 40)),
+        capacity_policy=draw(st.sampled_from([NO_EVICT, MAX_UTIL])),
+        costs=costs_of(*speeds, draw(st.sampled_from([0.0, 0.001]))),
+        num_host_blocks=draw(st.sampled_from([0, 50])),
+    )
+
+
+@st.composite
+def unbalanced(draw) -> Snapshot:
+    """Running streams that are far ahead, paused ones that are nearly read out, no room."""
+    sizes = st.sampled_from([2, 4, 4, 4, 5])
+    rows = []
+    for _ in range(draw(st.integers(1, 6))):
+        num = draw(sizes)
+        extra = {"num_blocks_held": num, "num_blocks_needed": num}
+        rows.append(
+            running(draw(st.floats(5, 30)), has_reader=draw(st.integers(0, 5)) > 0, **extra)
+        )
+    held, num_slots = sum(row["num_blocks_held"] for row in rows), len(rows)
+    for _ in range(draw(st.integers(1, 8))):
+        resume = {"num_resume_tokens": draw(st.sampled_from([1, 1, 1, 33, 100]))}
+        size = {"num_blocks_needed": draw(sizes), "max_tokens": draw(st.sampled_from([150, 256]))}
+        rows.append(paused(draw(st.floats(0.5, 5)), **resume, **size))
+    return snapshot(
+        rows,
+        max_batch_size=num_slots + draw(st.integers(0, 1)),
+        num_total_blocks=held + draw(st.integers(0, 3)),
+        costs=costs_of(draw(st.sampled_from([1.0, 5.0])), draw(st.sampled_from([1, 20]))),
+    )
+
+
+def in_order(view: View) -> list[int]:
+    return view.waiting.tolist()
+
+
+@given(crowds())
+@settings(max_examples=250, deadline=None)
+def test_a_crowd_is_placed_as_one_by_one(snap: Snapshot) -> None:
+    view = view_of(snap, POLICY)
+    able, rows = victims(view), in_order(view)
+    together, load, prefill = Draft(view), Load(view), PrefillBudget(view)
+    steps = place_crowd(view, together, able, rows, load, prefill)
+
+    one_by_one, plain_load, plain_prefill = Draft(view), Load(view), PrefillBudget(view)
+    pool = Pool(one_by_one, able)
+    assert [row for row, _ in steps] == rows[: len(steps)]
+    for row, chosen in steps:
+        assert plain_load.admits(row)
+        assert plain_prefill.allows(row)
+        assert half_kept(view, one_by_one, row)
+        assert pool.for_row(one_by_one, row, plain_prefill.seconds(row)) == chosen
+        one_by_one.place(row, "waiting", chosen)
+        pool.take_out(chosen)
+        plain_load.add(row)
+        plain_prefill.take(row)
+    assert together.decision() == one_by_one.decision()
+    assert (together.slots, together.blocks) == (one_by_one.slots, one_by_one.blocks)
+    for row in rows[len(steps) :]:  # what follows is judged alike
+        assert load.admits(row) == plain_load.admits(row)
+        assert load._capacity(row) == plain_load._capacity(row)
+        assert prefill.allows(row) == plain_prefill.allows(row)
+
+
+def test_a_crowd_that_fits_is_placed_as_a_whole() -> None:
+    rows = [running(50.0) for _ in range(12)] + [waiting() for _ in range(12)]
+    costs = dataclasses.replace(COSTS, step_base_s=0.001, step_per_sequence_s=1e-5)
+    costs = dataclasses.replace(costs, prefill_tokens_per_s=1e5)
+    view = view_of(snapshot(rows, max_batch_size=12, num_total_blocks=48, costs=costs), POLICY)
+    draft = Draft(view)
+    steps = place_crowd(view, draft, victims(view), in_order(view), Load(view), PrefillBudget(view))
+    assert len(steps) == len(draft.pause) == len(draft.admit) == 12
+
+
+def test_nobody_yields_to_a_crowd_whose_prefill_it_cannot_spare() -> None:
+    rows = [running(2.0, num_generated=90) for _ in range(8)]
+    rows += [waiting(num_resume_tokens=64) for _ in range(8)]
+    costs = costs_of(20.0, 0.015)
+    view = view_of(snapshot(rows, max_batch_size=8, num_total_blocks=32, costs=costs), POLICY)
+    load, prefill, able = Load(view), PrefillBudget(view), victims(view)
+    assert 0 < min(able.spare_s) < prefill.seconds(8) < 2.0
+    assert load.admits(8)
+    assert prefill.allows(8)
+    assert place_crowd(view, Draft(view), able, in_order(view), load, prefill) == []
+
+
+@given(crowds())
+@settings(max_examples=80, deadline=None)
+def test_what_is_due_is_compared_at_every_corner(snap: Snapshot) -> None:
+    """The load's second chance: tokens due by each instant at which a stream begins to need some,
+    or needs no more, against a share of the capacity."""
+    policy = dataclasses.replace(POLICY, load_limit=0.0)
+    view = view_of(snap, policy)
+    load = Load(view)
+    s = snap.sessions
+    margin_s = policy.bridge_margins * (
+        policy.slack_margin_s + policy.conservativeness * view.round_trip_s
+    )
+    lines = []  # (begin, rate, end) of each
+    for row in [*view.running.tolist(), *view.starting.tolist(), *view.paused.tolist()]:
+        if not s.started[row]:
+            continue
+        rate = min(float(s.read_rate[row]), 1.0 / view.step_s)
+        begin = max(0.0, float(s.slack_s[row]) - margin_s) if s.has_reader[row] else 0.0
+        lines.append((begin, rate, begin + int(s.max_tokens[row] - s.num_generated[row]) / rate))
+    for row in view.waiting.tolist()[:4]:
+        rate = min(float(s.read_rate[row]), 1.0 / view.step_s)
+        line = (0.0, rate, int(s.max_tokens[row]) / rate)
+        capacity = policy.bridge_limit * load._capacity(row)
+        most = -math.inf
+        for instant in {t for begin, _, end in [*lines, line] for t in (begin, end) if t > 0}:
+            due = sum(r * max(0.0, min(instant, e) - b) for b, r, e in [*lines, line])
+            most = max(most, due / (capacity * instant) if capacity else math.inf)
+        if abs(most - 1) > 1e-6:
+            assert load.admits(row) == (most < 1)
+        load.add(row)
+        lines.append(line)
+
+
+@given(unbalanced() | snapshots(), st.floats(0, 25))
+@settings(max_examples=250, deadline=None)
+def test_exchanges_are_those_found_one_by_one(snap: Snapshot, min_gain: float) -> None:
+    policy = dataclasses.replace(POLICY, min_exchange_gain=min_gain)
+    view = view_of(snap, policy)
+    fast, plain = Draft(view), Draft(view)
+    if fast.blocks < 0:
+        return
+    able = victims(view)
+    exchange(view, fast, able)
+    plain_exchange(view, plain, able.for_others)
+    assert fast.decision() == plain.decision()
+
+
+def plain_exchange(view: View, draft: Draft, others: list[tuple[int, float]]) -> None:
+    s, policy, costs = view.snapshot.sessions, view.policy, view.snapshot.costs
+
+    def share(row: int) -> float:
+        return float(s.slack_s[row] * s.read_rate[row] / s.max_tokens[row])
+
+    def gain(taker: int, giver: int) -> float:
+        num_tokens = (policy.high_share - share(taker)) * float(s.max_tokens[taker])
+        worth = 0.0
+        if s.has_reader[giver]:
+            middle = share(giver) + 0.5 * num_tokens / float(s.max_tokens[giver])
+            span = policy.worthless_share - policy.high_share
+            worth = min(1.0, max(0.0, (policy.worthless_share - middle) / span))
+        lost_s = view.engine_s(taker) + costs.copy_wait_share * view.overflow.mean_copy_s
+        num_sequences = len(view.running) + len(view.starting)
+        round_trip_tokens = 1.0 + num_sequences * lost_s / view.step_s
+        return num_tokens * (1.0 - worth) - policy.min_exchange_gain * round_trip_tokens
+
+    low = view.paused[is_low(view, view.paused)].tolist()
+    takers = sorted(low, key=share)[: view.snapshot.kv.max_batch_size]
+    ahead = [
+        (row, spare_s)
+        for row, spare_s in others
+        if not s.has_reader[row] or share(row) >= policy.high_share
+    ]
+    for taker in takers:
+        engine_s = view.engine_s(taker)
+        willing = (row for row, spare_s in ahead if spare_s >= engine_s and not draft.named(row))
+        chosen = draft.victims_for(taker, willing)
+        if chosen is not None and len(chosen) == 1 and gain(taker, chosen[0]) > 0:
+            draft.place(taker, "balance", chosen)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1e7), st.floats(0, 60), st.booleans()), max_size=12),
+    st.sampled_from([0.1, 2.0]),
+    st.sampled_from(list(WaitForm)),
+    st.sampled_from([None, True, False]),
+)
+def test_priority_is_its_formula(
+    rows: list[tuple[float, float, bool]], floor_s: float, form: WaitForm, all_started: bool | None
+) -> None:
+    policy = dataclasses.replace(POLICY, slack_floor_s=floor_s, wait_form=form)
+    started = [flag if all_started is None else all_started for _, _, flag in rows]
+    slack = np.array([s if flag else np.nan for (s, _, _), flag in zip(rows, started, strict=True)])
+    waited = np.array([w for _, w, _ in rows], dtype=np.float64)
+    got = rank(policy, slack, waited, np.array(started, dtype=np.bool_), np.full(len(rows), 0.5))
+    for p, s, w, flag in zip(got, slack, waited, started, strict=True):
+        form_w = w if form is WaitForm.AGEING else 1.0 / (w + floor_s)
+        expected = -math.log(max(min(s, 1e6) if flag else 1.0, floor_s))
+        expected += policy.wait_weight * form_w + policy.priority_shift * 0.5
+        assert p == pytest.approx(expected + (0.0 if flag else policy.unstarted_bonus))
