@@ -15,6 +15,7 @@ PIP_FLAGS ?=
 # The laboratory; jobs: processes that simulate side by side.
 RESULTS := perf/results
 JOBS ?= 1
+TIERED := tokenflow-tiering,fcfs-max-utilization-host,tokenflow-paper-tiering,tokenflow-guide-tiering
 SIMULATE := OMP_NUM_THREADS=1 $(BIN)/python -m perf.simulate --jobs $(JOBS)
 SWEEP := OMP_NUM_THREADS=1 $(BIN)/python -m perf.sweep --jobs $(JOBS) \
   --setup 4090-b,4090-c --seeds 1-5
@@ -22,7 +23,7 @@ SWEEP := OMP_NUM_THREADS=1 $(BIN)/python -m perf.sweep --jobs $(JOBS) \
 # Test workers share the cores: one thread each, and waiting threads sleep instead of spinning.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-.PHONY: help setup doctor model serve demo demo-kv kv-cycles burst-pa test soak check format bench kv-tiers lab sweep docs clean distclean
+.PHONY: help setup doctor model serve demo demo-kv kv-cycles burst-pa test soak check format bench kv-tiers lab sweep rules docs clean distclean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,7 +90,7 @@ kv-tiers: model  ## what the two tiers of KV cost and what each part is worth; a
 	$(BIN)/python -m perf.kv_tiers $(ARGS)
 
 lab: $(READY)  ## every policy on the paper's set-ups, in virtual time; tables, pictures, sweeps
-	$(SIMULATE) --all --policies headline,tokenflow-tiering,disaggregated \
+	$(SIMULATE) --all --policies headline,$(TIERED),disaggregated \
 	  --output $(RESULTS)/simulate.json --figures $(RESULTS)
 	for rate in 6 20; do for host in 0 32 128; do \
 	  $(SIMULATE) --all --rate $$rate --host-gb $$host \
@@ -106,6 +107,9 @@ sweep: $(READY)  ## parameters of the scheduler over seeds, with intervals; abou
 	$(SWEEP) --param min_quantum_s=0.25,0.5,2,4
 	$(SWEEP) --param load_limit=0.6,0.75,1
 	$(SWEEP) --param recompute_share=0,0.3,0.6
+
+rules: $(READY)  ## what each rule of the scheduler is worth, three seeds; some hours
+	OMP_NUM_THREADS=1 $(BIN)/python -m perf.rules --jobs $(JOBS) --seeds 1-3
 
 docs: $(READY)  ## rewrite the generated tables of README and docs
 	$(BIN)/python -m perf.report --update

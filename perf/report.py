@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 
 from perf import demo_kv_table
 from perf.kv.tables import markdown as kv_tiers_tables
-from perf.lab import documents
+from perf.lab import documents, rule_tables
 from tokenflow.config import ServingConfig, format_parameters
 from tokenflow.preemption import UNPAUSABLE_KINDS
 
@@ -169,17 +168,17 @@ def _of_results(name: str, render: Callable[[Mapping[str, Any]], str]) -> Callab
         path = results / f"{name}.json"
         if not path.exists():
             return f"No results yet: run `make {name.replace('_', '-')}`, then `make docs`."
-        return render(json.loads(path.read_text()))
+        return render(documents.read(path))
 
     return text
 
 
 def _of_lab(
-    pattern: str, render: Callable[[Sequence[Mapping[str, Any]]], str]
+    pattern: str, render: Callable[[Sequence[Mapping[str, Any]]], str], target: str = "lab"
 ) -> Callable[[Path], str]:
     def text(results: Path) -> str:
         found = documents.load(results, pattern)
-        return render(found) if found else "No results yet: run `make lab`, then `make docs`."
+        return render(found) if found else f"No results yet: run `make {target}`, then `make docs`."
 
     return text
 
@@ -198,6 +197,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "simulate_all_figures": _of_lab("simulate.json", documents.all_figures),
     "ablation": _of_lab("ablation*.json", documents.ablation),
     "sweeps": _of_lab("sweep_*.json", documents.sweeps),
+    "rules": _of_lab("rules*.json", rule_tables.document, "rules"),
     "parameters": lambda results: parameter_table(),
     "unpausable": lambda results: unpausable_table(),
 }
@@ -238,7 +238,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     mode.add_argument("--update", action="store_true", help="rewrite what is not current")
     mode.add_argument("--check", action="store_true", help="only say what is not current")
     parsed = parser.parse_args(arguments)
-    stale = stale_documents()
+    try:
+        stale = stale_documents()
+    except ValueError as error:
+        parser.error(str(error))
     for path in stale:
         print(f"{'updated' if parsed.update else 'not current'}: {path.relative_to(ROOT)}")
         if parsed.update:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     done = runs.run_cells(asked, jobs=parsed.jobs, done=say)
     result = to_json([run.record for run in done])
     if parsed.output is not None:
-        parsed.output.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+        write(parsed.output, result)
     if parsed.figures is not None:
         draw(done, parsed.figures)
     if parsed.json:
@@ -69,10 +70,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def prepare(path: Path | None) -> None:
-    """Make sure, before the work, that its results can be written. Raises OSError."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
+    """Make sure, before the work, that its results can be written. Raises OSError.
+
+    Leaves `path` as it is: an aborted run must not look like one without results."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = _beside(path)
+    beside.touch()
+    beside.unlink()
+
+
+def write(path: Path, result: Record) -> None:
+    """Write the JSON, all of it or nothing. Raises OSError, ValueError for what is no JSON."""
+    beside = _beside(path)
+    try:
+        beside.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _beside(path: Path) -> Path:
+    """A file of this process in the same folder, that no pattern of results matches."""
+    return path.with_name(f".{path.name}.{os.getpid()}.part")
 
 
 def to_json(records: Sequence[Record]) -> Record:

@@ -115,7 +115,7 @@ def _check_room(question: Question) -> None:
     more = range(machine.tp + 1, _MAX_TP + 1)
     enough = next((tp for tp in more if _has_room(question, tp)), None)
     model = MODELS[machine.model]
-    where = f"{machine.tp} {machine.gpu} at --memory-fraction {machine.memory_fraction:g}"
+    where = f"{_gpus(machine)} at --memory-fraction {machine.memory_fraction:g}"
     if _is_split(machine, machine.tp):
         what = (
             f"{machine.model} ({model.weight_bytes / _GB:.1f} GB) and a sequence of "
@@ -125,6 +125,10 @@ def _check_room(question: Question) -> None:
         what = f"{machine.model} cannot be split over {machine.tp} GPUs"
     advice = f"no number of GPUs up to {_MAX_TP} does" if enough is None else f"--tp {enough} does"
     raise ConfigError("--tp", f"{what}; {advice}")
+
+
+def _gpus(machine: Machine) -> str:
+    return f"{machine.tp} {machine.gpu}"
 
 
 def _has_room(question: Question, tp: int) -> bool:
@@ -153,15 +157,15 @@ def _check_speed(question: Question) -> None:
     if question.readers.rate > fastest:
         raise ConfigError(
             "--rate",
-            f"{question.readers.rate:g} tokens/s are more than one stream alone gets on this "
-            f"machine, {fastest:,.0f}; no load can be served",
+            f"{question.readers.rate:g} tokens/s are more than one stream alone gets on "
+            f"{_gpus(question.machine)}, {fastest:,.0f}; no load can be served",
         )
     alone = first_token_s(question)
     if question.limits.ttft_target_s <= alone:
         raise ConfigError(
             "--ttft-target",
             f"{question.limits.ttft_target_s:g} s are less than the prefill of one prompt takes "
-            f"on this machine, {alone:.3f} s; no load can meet it",
+            f"on {_gpus(question.machine)}, {alone:.3f} s; no load can meet it",
         )
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from perf.lab import runs, summary, tables
 from perf.lab.measures import Record
 from perf.lab.runs import ENGINE_PARAMETERS, VARIED, Cell, Changes
-from perf.simulate import add_common, cells, comma_separated, prepare, say
+from perf.simulate import add_common, cells, comma_separated, prepare, say, write
 from perf.virtual.values import SimEngine
 from tokenflow.errors import TokenFlowError
 from tokenflow.policies import TokenflowPolicy
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, TokenFlowError) as error:
         parser.error(str(error))
     result = sweep(asked, jobs=parsed.jobs)
-    path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    write(path, result)
     if parsed.json:
         json.dump(result, sys.stdout, indent=1, allow_nan=False)
         print()

@@ -7,16 +7,17 @@ full already. Invariant: same question, same answer.
 
 The estimate, from which the search starts: a request costs what its prefill adds to a step, and its
 share of the decode steps, of as many streams as batch slots and pool take, at the context of
-mid-life. Of a burst it is what can be prefilled within the target of the first token, if that many
-can be supplied. Arrivals that go on are not tried far above it: what a queue grows by then is too
-little to be seen in a run of a minute, and is there all the same.
+mid-life; where the engine reserves, the pool takes as many as their whole lengths leave room for.
+Of a burst it is what can be prefilled within the target of the first token, if that many can be
+supplied. Arrivals that go on are not tried far above it: what a queue grows by then is too little
+to be seen in a run of a minute, and is there all the same.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from perf.lab.gpus import GPUS
 from perf.lab.load_probe import Limits, Probe, probe
@@ -102,15 +103,20 @@ class Question:
         """Tokens of context of a stream that has half its answer."""
         return self.readers.prompt_tokens + 0.5 * self.readers.answer_tokens
 
-    @property
-    def num_warm_up(self) -> int:
-        """Requests of each seed before those that are measured."""
-        return math.ceil(_WARM_UP_TURNS * self.num_filling)
+    def held_tokens(self, row: PolicyRow) -> float:
+        """Tokens of the pool that a stream holds in the mean: its whole length if the policy's
+        engine reserves it, else its context of mid-life."""
+        if row.capacity_policy == _NO_EVICT:
+            return self.readers.prompt_tokens + self.readers.answer_tokens
+        return self.mid_life
 
-    @property
-    def num_filling(self) -> int:
-        """Streams that are there when arrivals that go on begin."""
-        return self.num_running(self.mid_life) if self.kind.goes_on else 0
+    def num_warm_up(self, row: PolicyRow) -> int:
+        """Requests of each seed before those that are measured."""
+        return math.ceil(_WARM_UP_TURNS * self.num_filling(row))
+
+    def num_filling(self, row: PolicyRow) -> int:
+        """Streams that are there when arrivals that go on begin: as many as run at once."""
+        return self.num_running(self.held_tokens(row)) if self.kind.goes_on else 0
 
     def num_running(self, held_tokens: float) -> int:
         """Streams that run at once if each holds so many tokens of the pool."""
@@ -118,8 +124,8 @@ class Question:
         return max(1, min(self.machine.max_batch_size, in_pool))
 
     def engine(self) -> SimEngine:
-        """The machine in virtual time."""
-        return sim_engine(
+        """The machine in virtual time; it has run before, so that its costs are known."""
+        machine = sim_engine(
             GPUS[self.machine.gpu],
             MODELS[self.machine.model],
             tp=self.machine.tp,
@@ -129,21 +135,22 @@ class Question:
             max_num_tokens=self.machine.max_num_tokens,
             max_seq_len=max(_MIN_SEQ_LEN, 2 * self.longest),
         )
+        return replace(machine, is_warm=True)
 
-    def work(self, load: float, seed: int) -> PlannedWork:
-        """What `load` is with this seed."""
+    def work(self, load: float, seed: int, row: PolicyRow) -> PlannedWork:
+        """What `load` is with this seed, on a machine that this policy has filled."""
+        num_filling = self.num_filling(row)
         work = self.kind.work(
             load,
             self.readers,
             seed,
-            num_warm_up=self.num_warm_up,
-            num_measured=max(self.num_measured, self.num_filling),
+            num_warm_up=self.num_warm_up(row),
+            num_measured=max(self.num_measured, num_filling),
         )
         if not self.kind.goes_on:
             return work
-        prompt_s = prefill_s(self, self.num_filling, self.mid_life)
-        span_s = self.num_filling * prompt_s / _FILL_SHARE
-        return behind_full_machine(work, self.readers, seed, num=self.num_filling, span_s=span_s)
+        span_s = num_filling * prefill_s(self, num_filling, self.mid_life) / _FILL_SHARE
+        return behind_full_machine(work, self.readers, seed, num=num_filling, span_s=span_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +190,7 @@ def answer(
     def passes(load: float) -> bool:
         if load > most:
             return False
-        works = [_maker(question, load, seed) for seed in question.seeds]
+        works = [_maker(question, load, seed, row) for seed in question.seeds]
         probes.append(probe(load, works, row, machine, question.limits))
         if done is not None:
             done(row, probes[-1])
@@ -198,8 +205,8 @@ def answer(
     return Answer(row=row, estimate=estimate, bracket=bracket, probes=tuple(probes))
 
 
-def _maker(question: Question, load: float, seed: int) -> Callable[[], PlannedWork]:
-    return lambda: question.work(load, seed)
+def _maker(question: Question, load: float, seed: int, row: PolicyRow) -> Callable[[], PlannedWork]:
+    return lambda: question.work(load, seed, row)
 
 
 def prefill_s(question: Question, num_running: int, length: float | None = None) -> float:
@@ -242,12 +249,11 @@ def fastest_stream(question: Question) -> float:
 def estimated_load(question: Question, row: PolicyRow) -> float:
     """The load that the machine can take, by the sums of the module's text."""
     readers = question.readers
-    reserves = row.capacity_policy == _NO_EVICT
-    held = readers.prompt_tokens + readers.answer_tokens if reserves else question.mid_life
-    num_running = question.num_running(held)
+    num_running = question.num_running(question.held_tokens(row))
     capacity = decode_tokens_per_s(question, num_running)
     prompt_s = prefill_s(question, num_running)
     if question.kind.goes_on:
         return 1.0 / (prompt_s + readers.answer_tokens / capacity)
+    reserves = row.capacity_policy == _NO_EVICT
     supplied = num_running if reserves else capacity / readers.rate
     return max(1.0, min(supplied, question.limits.ttft_target_s / prompt_s))

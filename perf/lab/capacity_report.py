@@ -6,7 +6,8 @@ Invariant: nothing in it depends on the machine that simulated.
 Of the load of an answer: `num_readers` are those who are there at once, from their arrival until
 they have read the last token: arrivals/s times the mean of that time (Little's law), or the burst.
 `sum_rate` is ΣR, what they read; `capacity` is Γ, what the machine decodes for so many at mid-life,
-without the time of prefill, whose share is `prefill_share`.
+without the time of prefill, whose share is `prefill_share`. `uses_host`: of the host tier, if there
+is one; a policy that does not computes again what it takes out.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from perf.lab.capacity import (
 from perf.lab.load_probe import MAX_SHARE_HELD_BACK, Probe
 from perf.lab.measures import Record, known
 from perf.lab.model_shapes import MODELS
+from perf.lab.policies import PolicyRow
 from perf.lab.summary import BASELINE
 from tokenflow import metrics
 
@@ -82,7 +84,6 @@ def _simulated(question: Question, answers: Sequence[Answer]) -> Record:
         "num_measured_requests": sum(len(one.ttfts_s) for one in probes),
         "num_output_tokens": sum(one.total("num_output_tokens") for one in probes),
         "virtual_s": sum(one.virtual_s for one in probes),
-        "num_filling_requests_per_seed": question.num_filling,
         "max_share_held_back": MAX_SHARE_HELD_BACK if goes_on else None,
         "max_share_of_estimate": MOST_SHARE if goes_on else None,
     }
@@ -101,11 +102,13 @@ def _answer(question: Question, answer: Answer, base: float | None) -> Record:
         "words": answer.row.words,
         "load": load,
         "unit": question.kind.unit,
+        "uses_host": answer.row.has_host and question.machine.host_bytes > 0,
+        "num_filling_requests_per_seed": question.num_filling(answer.row),
         "ratio_to_fcfs_reserve": None if load is None or base is None else load / base,
         "estimated_load": answer.estimate,
         "failed_load": answer.bracket.failed,
         "failed_by": _failed_by(answer),
-        **_worth(question, best),
+        **_worth(question, answer.row, best),
         "probes": [_probe(one) for one in answer.probes],
     }
 
@@ -125,19 +128,19 @@ _EMPTY = (
 )
 
 
-def _worth(question: Question, best: Probe | None) -> Record:
+def _worth(question: Question, row: PolicyRow, best: Probe | None) -> Record:
     """What the load of an answer means; all None where no load passed."""
     if best is None:
         return dict.fromkeys(_EMPTY)
-    return {**_load(question, best), **_felt(best), **_memory(question, best)}
+    return {**_load(question, row, best), **_felt(best), **_memory(question, best)}
 
 
-def _load(question: Question, best: Probe) -> Record:
+def _load(question: Question, row: PolicyRow, best: Probe) -> Record:
     readers, goes_on = question.readers, question.kind.goes_on
     reader_s = [seconds for run in best.runs for seconds in run.reader_s]
     mean_s = sum(reader_s) / len(reader_s)
     num_readers = best.load * mean_s if goes_on else best.load
-    num_running = question.num_running(question.mid_life)
+    num_running = question.num_running(question.held_tokens(row))
     sum_rate = best.load * (readers.answer_tokens if goes_on else readers.rate)
     return {
         "num_readers": num_readers,

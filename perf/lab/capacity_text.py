@@ -14,6 +14,7 @@ from perf.lab.measures import Record
 from perf.lab.tables import format_table
 
 _GB = 1e9
+_NOT_TRIED = "not tried (cap)"
 _Text = Callable[[Mapping[str, Any]], str]
 
 
@@ -48,6 +49,7 @@ def text(record: Record) -> str:
     table = [["", *(one["policy"] for one in answers)]]
     table.append([f"{unit} kept", *map(_kept, answers)])
     table.append(["first that fails", *map(_failed, answers)])
+    table.append(["uses the host tier", *("yes" if a["uses_host"] else "no" for a in answers)])
     table.append(["closed-form estimate", *(f"{one['estimated_load']:.3g}" for one in answers)])
     table += [
         [words, *("–" if one["load"] is None else show(one) for one in answers)]
@@ -67,6 +69,8 @@ def _kept(one: Mapping[str, Any]) -> str:
 def _failed(one: Mapping[str, Any]) -> str:
     if one["failed_load"] is None:
         return "none tried"
+    if one["failed_by"] == [CAPACITY]:
+        return _NOT_TRIED
     return f"{one['failed_load']:,g} ({', '.join(one['failed_by'])})"
 
 
@@ -94,24 +98,38 @@ def _arrivals(arrivals: Mapping[str, Any]) -> str:
     return f"{arrivals['kind']} ({', '.join(shape)})" if shape else str(arrivals["kind"])
 
 
+def _filling(record: Record) -> str:
+    """How many streams a run begins with; not the same where only some policies reserve."""
+    nums = sorted({one["num_filling_requests_per_seed"] for one in record["answers"]})
+    return " or ".join(f"{num:,}" for num in nums)
+
+
 def _how(record: Record) -> str:
     done, asked = record["simulated"], record["question"]
     seeds = ", ".join(map(str, asked["seeds"]))
     lines = [
         f"Simulated: {done['num_probes']} loads in {done['num_runs']} runs of seeds {seeds}, "
         f"{done['num_requests']:,} requests, {done['num_output_tokens']:,} tokens,",
-        f"{done['virtual_s']:,.0f} s of virtual time; costs from first principles. The loads that "
-        f"pass and fail lie within {asked['tolerance']:.0%}.",
+        f"{done['virtual_s']:,.0f} s of virtual time; costs from first principles. The next larger "
+        "load, which",
+        f"failed or was not tried, is at most {asked['tolerance']:.0%} above the one kept. Answers "
+        "end exactly at max_tokens,",
+        "which every policy knows; in production it is an upper bound.",
     ]
     if done["max_share_held_back"] is not None:
         lines += [
-            f"A run begins with {done['num_filling_requests_per_seed']} streams in the middle of "
+            f"A run begins with {_filling(record)} streams in the middle of "
             f"their lives and a warm-up; {done['num_measured_requests']:,} requests are measured.",
             f"A load also fails if over {done['max_share_held_back']:.0%} of the requests wait or "
-            "stand paused when arrivals end (held back);",
-            f"over {done['max_share_of_estimate'] - 1:.0%} more than the estimate is not tried "
-            f"({CAPACITY}).",
+            "stand paused when arrivals end (held back).",
+            f"{_NOT_TRIED}: over {done['max_share_of_estimate']:g} x the estimate; there the "
+            "closed form limits the answer.",
         ]
+    if asked["host_bytes"] and not all(one["uses_host"] for one in record["answers"]):
+        lines.append(
+            "Who does not use the host tier recomputes, as its field does; rows named -host "
+            "give it to them."
+        )
     if any(one["host_peak_bytes"] for one in record["answers"]):
         lines.append(
             "Host memory also keeps KV of ended requests; needed is that of paused streams."

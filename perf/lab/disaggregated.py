@@ -6,9 +6,9 @@ Owns the way of a request through two runs in virtual time, on the product's own
 3. the decode machine, first come first served, takes blocks as they are needed, and computes again
    what it has to take out when its pool is full; a context that came over the link costs nothing.
 
-Both machines are `engine`, so this is a policy for two: compare it with `replicated`, the same two
-machines side by side, or per machine. In favour of it: the link never waits for room on the other
-side, which a real one does. Against: how many machines do which of the two is fixed at one each.
+Both machines are `engine`, so this is a policy for two: compare it per machine. In favour of it:
+the link never waits for room on the other side, which a real one does. Against: how many machines
+do which of the two is fixed at one each.
 
 Invariant: same arguments, same run; nothing is random.
 """
@@ -16,11 +16,10 @@ Invariant: same arguments, same run; nothing is random.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from perf.virtual.simulation import Simulation
 from perf.virtual.values import SimEngine, SimRequest, SimResult, SimSeq
-from tokenflow.coordinator import Planner
 from tokenflow.inflight.runner import SequenceChunk
 from tokenflow.policies import FcfsReservePolicy
 from tokenflow.scheduler import plan
@@ -60,23 +59,6 @@ def run(
         for i, (request, seq) in enumerate(zip(requests, first.seqs, strict=True))
     ]
     return dataclasses.replace(second, seqs=seqs)
-
-
-def replicated(
-    requests: Sequence[SimRequest],
-    engine: SimEngine,
-    make_planner: Callable[[], Planner],
-    *,
-    num_machines: int = NUM_MACHINES,
-    until: float = 600.0,
-) -> list[SimResult]:
-    """The same machines side by side, each with a planner of its own: requests go to them in turn,
-    in order of arrival. One result per machine; together their streams are all of them."""
-    requests = sorted(requests, key=lambda r: r.arrival_time)
-    return [
-        Simulation(requests[i::num_machines], make_planner(), engine).run(until)
-        for i in range(num_machines)
-    ]
 
 
 def _fcfs(snapshot: Snapshot) -> Decision:

@@ -47,7 +47,9 @@ def main_figures(results: Sequence[Mapping[str, Any]]) -> str:
 
 def all_figures(results: Sequence[Mapping[str, Any]]) -> str:
     """For each set-up every figure of each policy."""
-    return "\n\n".join(_under_title(cell, tables.rows(cell)) for cell, _ in cells_of(results))
+    return "\n\n".join(
+        _under_title(cell, tables.rows(cell, with_wall=False)) for cell, _ in cells_of(results)
+    )
 
 
 def ablation(results: Sequence[Mapping[str, Any]]) -> str:
@@ -71,8 +73,19 @@ def sweeps(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def load(folder: Path, pattern: str) -> list[Record]:
-    """The files of `folder` that match, in order of their names."""
-    return [json.loads(path.read_text()) for path in sorted(folder.glob(pattern))]
+    """The files of `folder` that match, in order of their names. Raises as `read`."""
+    return [read(path) for path in sorted(folder.glob(pattern))]
+
+
+def read(path: Path) -> Record:
+    """A file of results. Raises ValueError that names it where it does not hold one."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read the results in {path}: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"cannot read the results in {path}: not an object")
+    return found
 
 
 def _under_title(cell: Mapping[str, Record], table: Sequence[Sequence[str]]) -> str:

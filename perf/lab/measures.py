@@ -6,8 +6,9 @@ numbers, text, booleans or None, where None stands for "there is none" (a percen
 Pure. Invariant: all keys but those of `WALL_KEYS` are the same for the same requests, engine and
 planner.
 
-- Time to first token and QoS are over the requests that got a token, end to end over those that
-  ended by themselves; the other requests are counted.
+- Time to first token and QoS are over the requests that got a token; the others, whose clients
+  left while they waited, say, are counted in `num_without_token`. End to end is over those that
+  ended by themselves.
 - Stalls are waits over 250 ms, each with its cause; `rebuffer_s` is all waiting, however short.
 - QoS is the paper's Eq. 2 with lambda = mu = 1 token/s; QoE is Andes', its mean over readers.
 """
@@ -124,6 +125,7 @@ def _counts(result: SimResult, streams: list[Stream]) -> Record:
         "num_completed": sum(end in (EndReason.LENGTH, EndReason.STOP) for end in ends),
         "num_cancelled": ends.count(EndReason.CANCELLED),
         "num_failed": sum(end in (EndReason.ERROR, EndReason.TIMEOUT) for end in ends),
+        "num_without_token": sum(not s.num_tokens for s in streams),
         "num_output_tokens": sum(s.num_tokens for s in streams),
     }
 

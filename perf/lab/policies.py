@@ -1,7 +1,8 @@
 """The policies under test, by name: planner and engine settings of each.
 
 Owns the table. A row gives every policy what its own field gives it: the engine's capacity policy,
-chunked prefill, block reuse, and the host tier where that scheduler has one. Rows under
+chunked prefill, block reuse, and the host tier where that scheduler has one: the first-come and the
+other baselines recompute, as their fields do, and rows named `-host` give them the tier. Rows under
 TensorRT-LLM's rules are the default; `-tiering` rows have an engine that moves KV when it is told
 to. Invariant: a row makes a new planner for each run, so that runs share nothing.
 """
@@ -194,6 +195,14 @@ _NO_EMA = planner_of(TokenflowPolicy(anticipate=False))
 _NO_WRITES = planner_of(TokenflowPolicy(write_through=False))
 _NO_PREFETCH = planner_of(TokenflowPolicy(prefetch=False))
 
+_NO_OFFLOAD = replace(
+    TOKENFLOW,
+    name="tokenflow-tiering-no-offload",
+    words=f"{TOKENFLOW.words}, no host tier: what a pause gives up is computed again",
+    has_host=False,
+)
+"""Without a host tier there is nothing for KvTiering to do, so this is both modes' row."""
+
 ROWS = (
     FCFS_RESERVE,
     FCFS_MAX_UTILIZATION,
@@ -212,9 +221,8 @@ ROWS = (
     _with_host(FCFS_RESERVE),
     _with_host(FCFS_MAX_UTILIZATION),
     _with_host(SGLANG_LIKE),
-    _part_off(TOKENFLOW, "offload", replace(TOKENFLOW, has_host=False)),
     _part_off(TOKENFLOW, "ema", replace(TOKENFLOW, make_planner=_NO_EMA)),
-    _part_off(TOKENFLOW_TIERING, "offload", replace(TOKENFLOW, has_host=False)),
+    _NO_OFFLOAD,
     _part_off(
         TOKENFLOW_TIERING, "write-through", replace(TOKENFLOW_TIERING, make_planner=_NO_WRITES)
     ),

@@ -25,7 +25,7 @@ from perf.lab.roofline import RooflineCosts, prefill_bound_s
 from perf.lab.series import Series, series
 from perf.lab.setups import Setup
 from perf.lab.timeline import Timeline
-from perf.lab.workloads import Singles
+from perf.lab.workloads import Conversations, Singles
 from perf.virtual.values import SimEngine, SimRequest
 from tokenflow.coordinator import Planner
 from tokenflow.policies import TokenflowPolicy
@@ -144,6 +144,7 @@ def labels(cell: Cell) -> Record:
         "read_rate": cell.setup.read_rate if cell.work is None else None,
         "host_gb": cell.setup.host_bytes / _GB,
         "policy": cell.label,
+        "uses_host": _row(cell).has_host and cell.setup.host_bytes > 0,
         "seed": cell.seed,
     }
 
@@ -153,10 +154,11 @@ def _arrivals(cell: Cell) -> str:
     workload = cell.setup.workload
     if cell.work is not None:
         return "trace"
-    if not isinstance(workload, Singles):
+    if isinstance(workload, Conversations):
         return "conversations"
     kinds = {Burst: "burst", Poisson: "poisson"}
-    return kinds.get(type(workload.arrivals), "other")
+    arrivals = workload.arrivals if isinstance(workload, Singles) else None
+    return kinds.get(type(arrivals), "other")
 
 
 def load_of(setup: Setup, engine: SimEngine, requests: Sequence[SimRequest]) -> Load:

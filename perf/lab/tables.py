@@ -60,11 +60,17 @@ def _effective(record: Mapping[str, Any]) -> str:
     return _number("effective_throughput", 0, "tok/s")(record) + ("" if counts else " *")
 
 
+def _uses_host(record: Mapping[str, Any]) -> str:
+    return "yes" if record["uses_host"] else "no"
+
+
 ROWS: tuple[tuple[str, _Cell], ...] = (
+    ("uses the host tier", _uses_host),
     ("first token, mean", _number("ttft_mean_s", 2, "s")),
     ("first token, P50", _number("ttft_p50_s", 2, "s")),
     ("first token, P99", _number("ttft_p99_s", 2, "s")),
     ("first token, worst", _number("ttft_worst_s", 2, "s")),
+    ("requests without a token", _number("num_without_token", 0)),
     ("end to end, mean", _number("end_to_end_mean_s", 1, "s")),
     ("end to end, P99", _number("end_to_end_p99_s", 1, "s")),
     ("effective throughput", _effective),
@@ -87,10 +93,13 @@ ROWS: tuple[tuple[str, _Cell], ...] = (
     ("copies hidden behind steps", _hidden),
     ("host peak", _number("host_peak_bytes", 2, "GB", _GB)),
     ("plans", _number("num_plans", 0)),
-    ("virtual / wall seconds", lambda r: f"{r['virtual_s']:,.0f} / {r['wall_s']:,.1f} s"),
+    ("virtual seconds", _number("virtual_s", 0, "s")),
 )
+_WALL_ROWS: tuple[tuple[str, _Cell], ...] = (("wall seconds", _number("wall_s", 1, "s")),)
+"""What depends on the machine that simulates: nothing for a document."""
 
 _VARIANT_COLUMNS = (
+    "uses the host tier",
     "first token, mean",
     "first token, P99",
     "end to end, mean",
@@ -134,13 +143,14 @@ def _seeds(seeds: Sequence[int]) -> str:
     return f"{len(seeds)} seeds, means [95 % intervals]"
 
 
-def rows(cell: Mapping[str, Record]) -> list[list[str]]:
+def rows(cell: Mapping[str, Record], *, with_wall: bool = True) -> list[list[str]]:
     """Header and rows as text, a column for each policy; throughputs of a policy for several
-    machines are per machine."""
+    machines are per machine. with_wall: also the seconds of the machine that simulates."""
     columns = list(cell.values())
+    shown = ROWS + _WALL_ROWS if with_wall else ROWS
     header = [n if r["num_machines"] == 1 else f"{n} (per machine)" for n, r in cell.items()]
     table = [["", *header]]
-    table += [[words, *(text(record) for record in columns)] for words, text in ROWS]
+    table += [[words, *(text(record) for record in columns)] for words, text in shown]
     return table
 
 

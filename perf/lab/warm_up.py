@@ -12,6 +12,9 @@ Invariant: same engine, same costs.
 
 from __future__ import annotations
 
+import copy
+import functools
+
 from perf.virtual.simulation import Simulation
 from perf.virtual.values import SimEngine, SimRequest
 from tokenflow.costs import CostModel
@@ -32,7 +35,13 @@ _READ_RATE = 6.0
 
 
 def learned_costs(engine: SimEngine) -> CostModel:
-    """What the product's scheduler has learned of `engine` after a warm-up."""
+    """What the product's scheduler has learned of `engine` after a warm-up; the caller's own."""
+    return copy.deepcopy(_learned(engine))
+
+
+@functools.lru_cache(maxsize=16)
+def _learned(engine: SimEngine) -> CostModel:
+    """Kept: a search for a load runs the same engine again and again."""
     policy = TokenflowPolicy()
     simulation = Simulation(_requests(engine), lambda s: plan(s, policy), engine)
     simulation.run(until=86_400)

@@ -33,8 +33,9 @@ from perf.lab.planned_loads import (
     Steady,
     behind_full_machine,
 )
-from perf.lab.policies import FCFS_MAX_UTILIZATION, FCFS_RESERVE, TOKENFLOW
+from perf.lab.policies import FCFS_MAX_UTILIZATION, FCFS_RESERVE, TOKENFLOW, PolicyRow
 from perf.lab.search import FARTHEST, Bracket, largest_load
+from tokenflow.metrics import ttft_s
 
 READERS = Readers(rate=6.0, prompt_tokens=64, answer_tokens=32)
 LIMITS = Limits(ttft_target_s=1.5, max_share_stalled=0.01)
@@ -162,8 +163,8 @@ def test_what_is_watched_of_a_run() -> None:
     assert watch.paused_tokens_peak == 15 + 22
 
 
-def work_of(question: Question, load: float) -> list:
-    return [lambda seed=seed: question.work(load, seed) for seed in question.seeds]
+def work_of(question: Question, load: float, row: PolicyRow = FCFS_RESERVE) -> list:
+    return [lambda seed=seed: question.work(load, seed, row) for seed in question.seeds]
 
 
 def test_a_small_load_passes_and_a_large_one_says_why_not() -> None:
@@ -186,7 +187,7 @@ def test_buffers_do_not_hide_that_more_is_asked_than_made() -> None:
     """Slow readers notice nothing for minutes; what is held back shows it at once."""
     patient = replace(TIGHT, readers=replace(TIGHT.readers, rate=2.0), num_measured=60)
     load = 1.5 * estimated_load(patient, TOKENFLOW)
-    found = probe(load, work_of(patient, load), TOKENFLOW, patient.engine(), LIMITS)
+    found = probe(load, work_of(patient, load, TOKENFLOW), TOKENFLOW, patient.engine(), LIMITS)
     assert found.reasons == ("held back",)
 
 
@@ -223,6 +224,30 @@ def test_the_estimate_counts_prefill_and_decoding() -> None:
     assert estimated_load(burst, FCFS_RESERVE) == 4
     hasty = replace(burst, limits=replace(LIMITS, ttft_target_s=2.5 * prefill_s(burst, 4)))
     assert estimated_load(hasty, FCFS_RESERVE) == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize("row", [FCFS_RESERVE, FCFS_MAX_UTILIZATION], ids=lambda row: row.name)
+def test_who_fills_the_machine_waits_for_no_room(row: PolicyRow) -> None:
+    """Short of pool, not of slots: first tokens come as with ten times the pool. An engine that
+    reserves holds fewer; with as many as the other it lets some wait."""
+    question = replace(
+        SMALL,
+        machine=Machine(gpu="4090", model="llama3-8b"),
+        readers=Readers(rate=6.0, prompt_tokens=256, answer_tokens=256),
+    )
+    engine = replace(question.engine(), is_warm=False)
+    wide = replace(engine, num_total_blocks=10 * engine.num_total_blocks)
+
+    def num_late(filled_for: PolicyRow, seed: int) -> int:
+        num = question.num_filling(filled_for)
+        assert 50 < num < question.machine.max_batch_size
+        fill = question.work(5.0, seed, filled_for).requests[:num]
+        streams = [row.run(fill, machine).streams() for machine in (engine, wide)]
+        ttfts = [np.array([ttft_s(stream) for stream in some]) for some in streams]
+        return int((ttfts[0] > ttfts[1] + 0.05).sum())
+
+    assert [num_late(row, seed) for seed in (1, 2)] == [0, 0]
+    assert (num_late(FCFS_MAX_UTILIZATION, 1) > 10) == (row is FCFS_RESERVE)
 
 
 def test_answers_hold_what_was_tried(small_answers: list[Answer]) -> None:
@@ -287,6 +312,12 @@ def test_the_table_shows_answers_and_their_absence(small_answers: list[Answer]) 
     assert shown in kept
     assert "none" in kept
     assert "none tried" in text
+    failed = next(line for line in text.splitlines() if line.startswith("first that fails"))
+    capped = [a for a in record["answers"] if a["failed_by"] == [capacity_report.CAPACITY]]
+    assert failed.count("not tried (cap)") == len(capped) >= 1
+    assert "not tried (cap): over 1.05 x the estimate" in text
+    host = next(line for line in text.splitlines() if line.startswith("uses the host tier"))
+    assert host.split()[-4:] == ["yes", "no", "yes", "no"]
     assert "Arrivals: poisson. Readers of 6 tok/s" in text
     assert max(map(len, text.splitlines())) <= 110
 

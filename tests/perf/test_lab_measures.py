@@ -57,6 +57,7 @@ def test_a_record_by_hand() -> None:
     streams = result.streams()
     assert record["num_requests"] == 4
     assert (record["num_completed"], record["num_cancelled"], record["num_failed"]) == (3, 1, 0)
+    assert record["num_without_token"] == 1
     assert record["ttft_mean_s"] == pytest.approx((1.0 + 1.0 + 2.0) / 3)
     assert (record["ttft_p50_s"], record["ttft_p99_s"], record["ttft_worst_s"]) == (1.0, 2.0, 2.0)
     assert record["ttft_mean_low_s"] <= record["ttft_mean_s"] <= record["ttft_mean_high_s"]

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from perf.lab.disaggregated import replicated, run
+from perf.lab.disaggregated import run
 from perf.lab.policies import ABLATION, HEADLINE, POLICIES, policies
 from perf.virtual.values import SimEngine, SimRequest, SimResult
 from tokenflow.metrics import ttft_s
@@ -163,11 +163,3 @@ def test_a_client_that_leaves_during_the_hand_over_is_cancelled() -> None:
     request = dataclasses.replace(alone(), cancel_after_s=0.2)
     seq = run([request], ENGINE, link_bytes_per_s=8e6).seqs[0]
     assert (seq.end, len(seq.token_times), seq.end_time) == (EndReason.CANCELLED, 1, 0.7)
-
-
-def test_replicated_gives_each_machine_its_share() -> None:
-    row = POLICIES["fcfs-reserve"]
-    results = replicated(workload(), row.engine(ENGINE), row.make_planner)
-    assert [len(result.seqs) for result in results] == [10, 10]
-    mixed = replicated(workload(), row.engine(ENGINE), row.make_planner, num_machines=1)
-    assert max(s.end_time for r in results for s in r.seqs) < max(s.end_time for s in mixed[0].seqs)

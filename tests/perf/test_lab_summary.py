@@ -21,7 +21,8 @@ def record(policy: str, seed: int = 1, **changed) -> Record:
     load = Load(ttft_bound_mean_s=0.4, ttft_bound_p99_s=1.0, sum_rate=6.0, capacity=9.0)
     effort = Effort(num_plans=3, plan_wall_s=0.001, wall_s=0.5)
     measured = measure(SimResult(seqs=[seq]), Timeline(), load, effort, block_bytes=1)
-    return {**BURST, "policy": policy, "seed": seed, **measured, **changed}
+    labels = {"policy": policy, "seed": seed, "uses_host": policy == "tokenflow"}
+    return {**BURST, **labels, **measured, **changed}
 
 
 def figures(ttft: float, effective: float, raw: float = 100.0, end: float = 10.0) -> Record:
@@ -124,6 +125,10 @@ def test_tables_are_rectangular_and_show_only_what_the_json_has() -> None:
         assert len({line.count("|") for line in tables.markdown(table).splitlines()}) == 1
     ratio = next(row for row in tables.rows(cell) if row[0] == "first token, P99")
     assert ratio[1:] == ["10.00 s", "9.00 s (0.900×)", "8.00 s (0.800×)", "1.25 s (0.125×)"]
+    host = next(row for row in tables.rows(cell) if row[0] == "uses the host tier")
+    assert host[1:] == ["no", "no", "no", "yes"]
+    assert tables.rows(cell)[:-1] == tables.rows(cell, with_wall=False)
+    assert tables.rows(cell)[-1][:2] == ["wall seconds", "0.5 s"]
     document = tables.document(cell, summary.goals(cell))
     assert document.count("| met |") == 8
     (row,) = tables.overview_rows([(cell, summary.goals(cell))])[1:]

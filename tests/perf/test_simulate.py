@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 
@@ -151,6 +152,28 @@ def test_a_bad_trace_names_line_and_column(capsys: pytest.CaptureFixture[str], t
     message = fails(capsys, simulate.main, "--setup", "4090-a", "--trace-in", trace)
     assert "line 2" in message
     assert "num_prompt_tokens" in message
+
+
+def test_results_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "simulate.json"
+    simulate.prepare(path)
+    assert list(path.parent.iterdir()) == []  # an aborted run leaves nothing
+    simulate.write(path, {"cells": []})
+    simulate.prepare(path)
+    with pytest.raises(ValueError, match="JSON"):
+        simulate.write(path, {"cells": [math.nan]})
+    assert json.loads(path.read_text()) == {"cells": []}
+    assert list(path.parent.iterdir()) == [path]
+    for wrong in (tmp_path, path / "below.json"):
+        with pytest.raises(OSError, match=r"folder|exists|directory"):
+            simulate.prepare(wrong)
+
+
+@pytest.mark.parametrize("content", ["", "[]"])
+def test_a_file_that_holds_no_results_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "simulate.json").write_text(content)
+    with pytest.raises(ValueError, match=r"cannot read the results in .*simulate\.json: "):
+        documents.load(tmp_path, "simulate*.json")
 
 
 def test_seeds_are_lists_and_ranges() -> None:

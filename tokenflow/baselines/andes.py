@@ -107,7 +107,8 @@ class AndesPlanner:
             (self._packed(room, rows, len(served), b) for b in self._batch_sizes(room, rows)),
             key=lambda packed: packed[0],
         )
-        chosen, worst_first = set(best[1]), [row for row in best[2] if row in set(served.tolist())]
+        chosen, in_engine = set(best[1]), set(served.tolist())
+        worst_first = [row for row in best[2] if row in in_engine]
         num_allowed = int(self.policy.preemption_cap * self._num_seen) - self._num_preempted
         victims = [row for row in worst_first if row not in chosen][: max(0, num_allowed)]
         self._num_preempted += len(victims)

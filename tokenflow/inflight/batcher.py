@@ -218,7 +218,8 @@ class InflightBatcher:
 
     def decoding(self) -> list[SequenceState] | None:
         """The active requests that are started, if the next step computes one token of each of them
-        and, as far as is known now, nothing else happens in it."""
+        and, as far as is known now, nothing else happens in it. For decode_run.py, as `take_over`
+        and the two looks between them."""
         started = [s for s in self._active if s.is_started]
         if len(started) < len(self._active) and (
             self._has_freed or not self._capacity.waits_for_an_end
@@ -226,7 +227,10 @@ class InflightBatcher:
             return None  # one of them may be started
         if not 0 < len(started) <= self._budget.max_num_tokens or not self.is_still:
             return None
-        return started if all(s.is_generating for s in started) else None
+        if not all(s.is_generating for s in started):
+            return None
+        self._context_waited = False  # as the budget finds where there is no context
+        return started
 
     @property
     def is_still(self) -> bool:

@@ -134,9 +134,9 @@ class SequenceState:
     def append_each(
         self, token_ids: Sequence[int], log_probs: Sequence[float], iteration: int
     ) -> None:
-        """As `append` for each of them, the last one in `iteration`. None of them may end it, and
-        all log-probs are 0."""
+        """As `append` for each of them, the last one in `iteration`. None of them may end it."""
         self.num_sampled += len(token_ids)
+        self.cum_log_prob += sum(log_probs)
         self.last_iter = iteration
         self.token_ids += token_ids
         self.log_probs += log_probs

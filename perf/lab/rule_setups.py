@@ -1,0 +1,105 @@
+"""The set-ups that rules are tried on, those made for one rule among them.
+
+Owns how a set-up is named for `perf.rules`. Invariant: the same name and seed give the same
+requests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from perf.lab import setups
+from perf.lab.arrivals import Burst, Delayed
+from perf.lab.lengths import Normal
+from perf.lab.mixes import Mix, OneRate
+from perf.lab.setups import Setup
+from perf.lab.workloads import Singles, Workload
+from perf.virtual.values import SimRequest
+
+
+@dataclass(frozen=True)
+class Together:
+    """Several workloads at once; everybody reads as those of the first one."""
+
+    parts: tuple[Singles, ...]
+
+    @property
+    def mix(self) -> Mix:
+        """See workloads.Workload."""
+        return self.parts[0].mix
+
+    def with_mix(self, mix: Mix) -> Together:
+        """See workloads.Workload."""
+        return Together(tuple(part.with_mix(mix) for part in self.parts))
+
+    def requests(self, seed: int) -> list[SimRequest]:
+        """See workloads.Workload."""
+        seeds = [seed * len(self.parts) + i for i in range(len(self.parts))]
+        asked = [r for part, s in zip(self.parts, seeds, strict=True) for r in part.requests(s)]
+        return sorted(asked, key=lambda request: request.arrival_time)
+
+
+def _crowd(num: int, prompt: int, answer: int, mix: Mix, delay_s: float = 0.0) -> Singles:
+    return Singles(
+        num_requests=num,
+        arrivals=Delayed(Burst(span_s=1e-3 * num), delay_s),
+        prompts=Normal(mean=prompt),
+        answers=Normal(mean=answer),
+        mix=mix,
+    )
+
+
+def _on_4090(name: str, workload: Workload) -> Setup:
+    return dataclasses.replace(setups.find("4090-a"), name=name, workload=workload)
+
+
+_CLASSES = Mix(readers=OneRate(6.0), priorities=((0.9, 0.2), (0.5, 0.6), (0.1, 0.2)))
+_MACHINES = Mix(readers=OneRate(6.0), machine_share=0.4)
+_FAST = Mix(readers=OneRate(20.0))
+
+OWN: dict[str, Setup] = {
+    setup.name: setup
+    for setup in (
+        _on_4090("classes", _crowd(60, 512, 1024, _CLASSES)),
+        _on_4090("machine-crowd", _crowd(80, 1024, 2048, _MACHINES)),
+        _on_4090(
+            "late-burst",
+            Together((_crowd(24, 512, 2048, _FAST), _crowd(120, 256, 192, _FAST, delay_s=30.0))),
+        ),
+    )
+}
+"""Set-ups that show what one rule is for: urgent requests in a crowd; requests without a reader in
+a crowd; a burst that finds everybody far ahead."""
+
+DEFAULT_SETUPS = (
+    "4090-b",
+    "4090-b:20",
+    "4090-b:6:0",
+    "4090-c",
+    "h200-c:20",
+    "mixed-readers",
+    "machines",
+    "conversations",
+    "burstgpt",
+    *OWN,
+)
+"""What is run unless asked otherwise; see `setup_of`."""
+
+
+def setup_of(text: str) -> Setup:
+    """The set-up of NAME, NAME:RATE or NAME:RATE:HOST_GB, of OWN or setups.SETUPS; an empty RATE
+    leaves the readers as they are.
+
+    Raises ValueError for a name that is neither, or a number that is none.
+    """
+    name, *numbers = text.split(":")
+    setup = OWN.get(name) or setups.find(name)
+    if len(numbers) > 2:
+        raise ValueError(f"{text!r} is not NAME:RATE:HOST_GB")
+    if numbers and numbers[0]:
+        rate = float(numbers[0])
+        if not 0 < rate < float("inf"):
+            raise ValueError(f"{text!r}: the readers' rate must be > 0")
+        setup = setups.with_rate(setup, rate)
+    return setups.with_host(setup, float(numbers[1])) if len(numbers) > 1 else setup
