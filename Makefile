@@ -93,7 +93,7 @@ lab: $(READY)  ## every policy on the paper's set-ups, in virtual time; tables, 
 	$(SIMULATE) --all --policies headline,$(TIERED),disaggregated \
 	  --output $(RESULTS)/simulate.json --figures $(RESULTS)
 	for rate in 6 20; do for host in 0 32 128; do \
-	  $(SIMULATE) --all --rate $$rate --host-gb $$host \
+	  test $$rate-$$host = 6-128 || $(SIMULATE) --all --rate $$rate --host-gb $$host \
 	    --policies fcfs-reserve,fcfs-max-utilization,sglang-like,tokenflow,tokenflow-tiering \
 	    --output $(RESULTS)/simulate_$${rate}_tok_$${host}_gb.json > /dev/null || exit 1; \
 	done; done
