@@ -19,7 +19,7 @@ from pathlib import Path
 
 from perf.lab import rule_outcomes, rule_setups, rule_tables, rules, runs
 from perf.lab.rules import VARIANTS
-from perf.simulate import comma_separated, prepare, say, seeds, whole, write
+from perf.simulate import comma_separated, interruptible, prepare, say, seeds, whole, write
 
 RESULTS = Path(__file__).parent / "results" / "rules.json"
 
@@ -64,4 +64,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(interruptible(main))

@@ -19,7 +19,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from perf.lab import documents, figures, runs, setups, summary, tables
@@ -28,6 +28,7 @@ from perf.lab.policies import ABLATION, HEADLINE, PolicyRow, policies
 from perf.lab.runs import Cell, Changes, Run
 from perf.lab.setups import Setup
 from perf.lab.traces import read_trace, write_trace
+from tokenflow.errors import TokenFlowError
 
 DEFAULT_POLICIES = "fcfs-reserve,tokenflow"
 GROUPS = {"headline": HEADLINE, "ablation": ABLATION}
@@ -51,7 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if parsed.trace_out is not None:
             _write_work(parsed.trace_out, asked)
         prepare(parsed.output)
-    except (ValueError, OSError) as error:
+        if parsed.figures is not None:
+            prepare(parsed.figures / "pictures")
+        runs.check(asked)
+    except (ValueError, OSError, TokenFlowError) as error:
         parser.error(str(error))
     if parsed.figures is not None:
         asked = [dataclasses.replace(cell, with_series=True) for cell in asked]
@@ -78,17 +82,24 @@ def prepare(path: Path | None) -> None:
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder")
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = _beside(path)
+    if path.exists() and not path.is_file():
+        return
+    beside = _beside(path.resolve())
     beside.touch()
     beside.unlink()
 
 
 def write(path: Path, result: Record) -> None:
     """Write the JSON, all of it or nothing. Raises OSError, ValueError for what is no JSON."""
-    beside = _beside(path)
+    text = json.dumps(result, indent=1, allow_nan=False) + "\n"
+    target = path.resolve()
+    if target.exists() and not target.is_file():  # a device or a pipe
+        target.write_text(text)
+        return
+    beside = _beside(target)
     try:
-        beside.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
-        os.replace(beside, path)
+        beside.write_text(text)
+        os.replace(beside, target)
     finally:
         beside.unlink(missing_ok=True)
 
@@ -159,6 +170,8 @@ def cells(
     if not names:
         raise ValueError("--setup needs a name")
     work = None if parsed.trace_in is None else tuple(read_trace(parsed.trace_in))
+    if work == ():
+        raise ValueError(f"{parsed.trace_in} holds no request")
     if work is not None and parsed.rate is not None:
         raise ValueError("--rate cannot change the requests of --trace-in")
     return [
@@ -263,5 +276,14 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there, too")
 
 
+def interruptible(run: Callable[[], int]) -> int:
+    """The exit code of a command; 130, and one word, when it was interrupted."""
+    try:
+        return run()
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(interruptible(main))

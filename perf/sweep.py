@@ -24,7 +24,15 @@ from typing import Any
 from perf.lab import runs, summary, tables
 from perf.lab.measures import Record
 from perf.lab.runs import ENGINE_PARAMETERS, VARIED, Cell, Changes
-from perf.simulate import add_common, cells, comma_separated, prepare, say, write
+from perf.simulate import (
+    add_common,
+    cells,
+    comma_separated,
+    interruptible,
+    prepare,
+    say,
+    write,
+)
 from perf.virtual.values import SimEngine
 from tokenflow.errors import TokenFlowError
 from tokenflow.policies import TokenflowPolicy
@@ -44,8 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         variants = [(parsed.policy, one) for one in changes_of(parsed.param, grid=parsed.grid)]
         asked = cells(parsed, parsed.setup, variants)
+        if parsed.name and Path(parsed.name).name != parsed.name:
+            raise ValueError(f"--name is part of a file's name, got {parsed.name!r}")
         path = parsed.output or RESULTS / f"sweep_{parsed.name or _name(parsed.param)}.json"
         prepare(path)
+        runs.check(asked)
     except (ValueError, OSError, TokenFlowError) as error:
         parser.error(str(error))
     result = sweep(asked, jobs=parsed.jobs)
@@ -136,4 +147,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(interruptible(main))

@@ -10,6 +10,10 @@ import contextlib
 import dataclasses
 import enum
 import logging
+import multiprocessing
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -32,6 +36,10 @@ from tokenflow.policies import TokenflowPolicy
 from tokenflow.types import Decision, Snapshot
 
 _UNTIL_S = 86_400.0
+"""Virtual time after the last arrival in which everybody must have ended."""
+
+_LOOK_S = 1.0
+"""Between two looks of a worker for its parent."""
 _GB = 1e9
 
 ENGINE_PARAMETERS = ("plan_interval_s", "lease_tokens", "max_num_tokens", "max_batch_size")
@@ -105,6 +113,13 @@ def run_cells(
     return runs
 
 
+def check(cells: Sequence[Cell]) -> None:
+    """Refuse what cannot be run, before anything is. Raises as `run_cell`, and ConfigError for an
+    engine that cannot be."""
+    for cell in cells:
+        _row(cell).engine(_base(cell)).config()
+
+
 def run_cell(cell: Cell) -> Run:
     """Run one. Raises as `run_cells`, and ValueError for changes that its row does not take."""
     row, base = _row(cell), _base(cell)
@@ -114,7 +129,8 @@ def run_cell(cell: Cell) -> Run:
     start = time.perf_counter()
     try:
         with without_warnings():
-            result = counted.run(requests, base, until=_UNTIL_S, tracer=timeline)
+            until = _UNTIL_S + max(request.arrival_time for request in requests)
+            result = counted.run(requests, base, until=until, tracer=timeline)
     except RuntimeError as error:
         raise RuntimeError(f"{cell.name}: {error}") from error
     effort = Effort(
@@ -238,5 +254,28 @@ def _results(cells: Sequence[Cell], jobs: int) -> Iterator[Run]:
     if jobs == 1 or len(cells) < 2:
         yield from map(run_cell, cells)
         return
-    with ProcessPoolExecutor(min(jobs, len(cells)), mp_context=get_context("spawn")) as pool:
-        yield from pool.map(run_cell, cells)
+    pool = ProcessPoolExecutor(
+        min(jobs, len(cells)),
+        mp_context=get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(os.getpid(),),
+    )
+    with pool:
+        try:
+            yield from pool.map(run_cell, cells)
+        except BaseException:
+            for process in multiprocessing.active_children():
+                process.terminate()  # what was not begun fails with them
+            raise
+
+
+def _start_worker(parent_pid: int) -> None:
+    """An interrupt is the parent's to handle, and a worker does not outlive it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(parent_pid,), daemon=True).start()
+
+
+def _end_with(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(_LOOK_S)
+    os._exit(1)

@@ -85,6 +85,9 @@ def goals(cell: Mapping[str, Record]) -> list[Record]:
 def _goals_of(ours: Record, cell: Mapping[str, Record]) -> list[Record]:
     few_stalls = ours["share_stalled"] <= MAX_SHARE_STALLED
     rows: list[Record] = []
+    cell = {name: record for name, record in cell.items() if record["ttft_p99_s"] is not None}
+    if ours["ttft_p99_s"] is None:
+        return rows  # nobody got a token
 
     def goal(
         words: str, value: float, limit: float, *, at_least: bool, counts: bool = True

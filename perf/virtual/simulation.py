@@ -81,7 +81,8 @@ class Simulation:
     def run(self, until: float = 600.0) -> SimResult:
         """Run to the end of all requests; RuntimeError if they have not ended by `until`."""
         if not self.advance(until):
-            raise RuntimeError(f"{len(self._coordinator.table)} requests not done at {until} s")
+            num_left = sum(q.end is None for q in self.result.seqs)
+            raise RuntimeError(f"{num_left} requests not done at {until} s")
         self._executor.batcher.check_integrity()
         counters = self._coordinator.counters
         self.result.num_pauses = counters.num_pauses
@@ -102,7 +103,8 @@ class Simulation:
             event_time = self._events[0][0] if self._events else float("inf")
             now = min(event_time, max(self._now, coordinator.next_plan_time()))
             if now > until:
-                return False
+                # What is left may be clients that leave when all is over.
+                return all(q.end is not None for q in self.result.seqs)
             self._now = now
             while self._events and self._events[0][0] <= now:
                 heapq.heappop(self._events)[2](now)
