@@ -42,7 +42,6 @@ from perf.virtual.values import SimEngine, SimRequest
 from tokenflow.inflight.runner import SequenceChunk
 
 READ_RATES = (6.0, 20.0)
-HOST_GIGABYTES = (0, 32, 128)
 _GB = 10**9
 _PEOPLE = Mix(readers=HumanReaders())
 

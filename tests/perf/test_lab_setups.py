@@ -81,7 +81,7 @@ def test_a_set_up_at_another_rate_is_the_same_work() -> None:
 
 
 def test_host_memory_is_as_asked_for() -> None:
-    for gigabytes in setups.HOST_GIGABYTES:
+    for gigabytes in (0, 32, 128):
         machine = setups.engine(setups.with_host(SETUPS["h200-a"], gigabytes))
         assert machine.num_host_blocks == gigabytes * 10**9 // machine.block_bytes
     with pytest.raises(ValueError, match="gigabytes"):
