@@ -39,11 +39,11 @@ class TokenflowPolicy:
     slack_floor_s: δ > 0, slack below it ranks alike.
     wait_weight, wait_form: λ and the form of w. unstarted_bonus: μ.
     priority_shift: what a request priority of 1 gains over 0, in units of P.
-    load_limit: ρ, share of the capacity Γ up to which Σ R of readers may rise by newcomers.
-    bridge_limit: share of Γ up to which the tokens due by any instant may rise where unread text
-        bridges a Σ R beyond load_limit.
-    bridge_margins: of that text, so many times the slack that a pause needs stays out of the
-        account: under a lasting load, streams whose readers have read everything cannot take turns.
+    load_limit: ρ, share of what the engine can make by any instant that readers may need by then,
+        with a newcomer.
+    bridge_margins: of what readers have unread, so many times the slack that a pause needs stays
+        out of that account: under a lasting load, streams whose readers have read everything cannot
+        take turns.
     turn_share: of its output, what a stream that takes turns is given at a time, from which the
         cost of bringing it back is foreseen; more admits more and, beyond what is real, ends in
         thrashing.
@@ -52,8 +52,9 @@ class TokenflowPolicy:
     min_quantum_s: time in the engine before a stream is paused for a newcomer or for balance.
     max_bypass_s, max_passes: others may overtake a newcomer that does not fit until it has waited
         so long; at most so many are passed over in one plan.
-    max_machine_pause_s, max_machine_pauses: a stream without a reader is paused at most so often,
-        and is due again after so long: its paused time is bounded by the product.
+    max_machine_pause_s, max_machine_pauses: a stream without a reader is due again after so long,
+        and paused at most so often, but for a reader that would stall: its paused time is bounded
+        by the product, while nobody else's reading depends on it.
     low_share, high_share, worthless_share: unread tokens as a share of the request's output. At
         a reschedule a stream at or above high yields to one under low that is read out within
         low_slack_s (long answers leave more time than that); a token produced at high is
@@ -80,8 +81,7 @@ class TokenflowPolicy:
     wait_form: WaitForm = WaitForm.AGEING
     unstarted_bonus: float = 2.0
     priority_shift: float = 4.0
-    load_limit: float = 0.9
-    bridge_limit: float = 0.75
+    load_limit: float = 0.85
     bridge_margins: float = 6.0
     turn_share: float = 0.08
     recompute_share: float = 0.08

@@ -156,14 +156,16 @@ def _place_waiting(view: View, draft: Draft, able: Victims) -> bool:
     if not len(able_rows):
         return False
     p = _priorities(view, able_rows)
-    load, prefill = Load(view), PrefillBudget(view)
-    first = int(able_rows[p.argmax()])
-    if not (prefill.allows(first) and load.admits(first)):
+    prefill = PrefillBudget(view)
+    if not prefill.allows(int(able_rows[p.argmax()])):
         return False
-    rows, trial = _by_priority(view, able_rows, p), draft.copy()
+    rows, load = _by_priority(view, able_rows, p), Load(view)
+    if not load.num_admitted(rows[: view.snapshot.kv.max_batch_size]):
+        return False
+    trial = draft.copy()
     steps = place_crowd(view, trial, able, rows, load, prefill)
     pool, num_passed, head = Pool(trial, able), 0, -1
-    for row in rows[len(steps) :]:
+    for row in rows[len(steps) :].tolist():
         if num_passed > view.policy.max_passes or not load.admits(row) or not prefill.allows(row):
             break
         if not half_kept(view, trial, row):
@@ -180,9 +182,12 @@ def _place_waiting(view: View, draft: Draft, able: Victims) -> bool:
         load.add(row)
         prefill.take(row)
         steps.append((row, chosen))
-    draft.adopt(_brought_back(view, draft, trial, steps))
+    back = _brought_back(view, draft, trial, steps)
+    draft.adopt(back)
+    if head < 0 or back is trial:
+        return head >= 0
     # Without those that have been taken back it may fit, and must hold up nobody.
-    return head >= 0 and Pool(draft, able).for_row(draft, head, prefill.seconds(head)) is None
+    return Pool(draft, able).for_row(draft, head, prefill.seconds(head)) is None
 
 
 def _priorities(view: View, rows: IntArray) -> FloatArray:
@@ -192,14 +197,14 @@ def _priorities(view: View, rows: IntArray) -> FloatArray:
     return rank(view.policy, s.slack_s[rows], wait_s, s.started[rows], s.priority[rows])
 
 
-def _by_priority(view: View, rows: IntArray, p: FloatArray) -> list[int]:
+def _by_priority(view: View, rows: IntArray, p: FloatArray) -> IntArray:
     """The first of `rows` by P, ties by arrival: as many as one plan can place and pass over."""
     limit = view.snapshot.kv.max_batch_size + view.policy.max_passes
     if len(rows) > 4 * limit:
         # Everything down to the worst of the best `limit`, so that ties stay in order of arrival.
         near = p >= np.partition(p, len(p) - limit)[len(p) - limit]
         rows, p = rows[near], p[near]
-    result: list[int] = rows[(-p).argsort(kind="stable")[:limit]].tolist()
+    result: IntArray = rows[(-p).argsort(kind="stable")[:limit]]
     return result
 
 
@@ -275,7 +280,7 @@ def _paused_in_order(view: View) -> tuple[list[int], list[int]]:
     low = is_low(view, rows)
     well_ahead: list[int] = excess_order(view, rows[~low]).tolist()
     behind = rows[low]
-    return _by_priority(view, behind, _priorities(view, behind)), well_ahead
+    return _by_priority(view, behind, _priorities(view, behind)).tolist(), well_ahead
 
 
 def _place_rest(view: View, draft: Draft) -> None:

@@ -8,7 +8,7 @@ the pool is about to run out).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 
 from tokenflow.scheduler_view import PREEMPTED, View
 from tokenflow.types import Decision
@@ -100,17 +100,17 @@ class Draft:
         self.slots -= 1
         self.blocks -= int(self._view.need[row])
 
-    def place_each(self, steps: Sequence[tuple[int, list[int]]], why: str, num_blocks: int) -> None:
-        """Start newcomers, each after pausing who is named beside it; that leaves `num_blocks`."""
-        for row, victims in steps:
-            for victim in victims:
-                self.pause.append(victim)
-                self._why[victim] = f"for {why}"
-            self.slots += len(victims) - 1
-            self.admit.append(row)
-            self._why[row] = why
+    def exchange_each(
+        self, rows: Sequence[int], victims: Sequence[int], why: str, num_blocks: int
+    ) -> None:
+        """Start newcomers, each after pausing one of as many victims; that leaves `num_blocks`."""
+        self.pause += victims
+        self.admit += rows
+        self._why.update(dict.fromkeys(victims, f"for {why}"))
+        self._why.update(dict.fromkeys(rows, why))
         self.blocks = num_blocks
-        assert min(self.slots, self.blocks) >= 0, "placed without room"
+        assert len(rows) == len(victims), "placed without a slot"
+        assert num_blocks >= 0, "placed without room"
 
     def fetch(self, row: int) -> None:
         """Bring what the host holds of the paused `row` to the device."""
@@ -139,20 +139,27 @@ class Draft:
         """True if `row` was placed or paused."""
         return row in self._why
 
+    @property
+    def named_rows(self) -> KeysView[int]:
+        """Those that were."""
+        return self._why.keys()
+
     def decision(self) -> Decision:
         """The drafted decision, in slots."""
         if not self._why:
             return Decision()
-        slots: list[int] = self._view.snapshot.sessions.slot[list(self._why)].tolist()
-        slot = dict(zip(self._why, slots, strict=True))
-        recomputes = self._view.ways.recomputes
+        slot_of = self._view.snapshot.sessions.slot.item
+        recomputed = []
+        if self.resume:
+            recomputes = self._view.ways.recomputes
+            recomputed = [row for row in self.resume if recomputes[row]]
         return Decision(
-            pause=tuple([slot[row] for row in self.pause]),
-            resume=tuple([slot[row] for row in self.resume]),
-            admit=tuple([slot[row] for row in self.admit]),
-            forced=tuple([slot[row] for row in self.forced]),
-            recompute=tuple([slot[row] for row in self.resume if recomputes[row]]),
-            prefetch=tuple([slot[row] for row in self.prefetch]),
-            offload=tuple([(slot[row], num_blocks) for row, num_blocks in self.offload]),
-            why=dict(zip(slots, self._why.values(), strict=True)),
+            pause=tuple(map(slot_of, self.pause)),
+            resume=tuple(map(slot_of, self.resume)),
+            admit=tuple(map(slot_of, self.admit)),
+            forced=tuple(map(slot_of, self.forced)),
+            recompute=tuple(map(slot_of, recomputed)),
+            prefetch=tuple(map(slot_of, self.prefetch)),
+            offload=tuple([(slot_of(row), num_blocks) for row, num_blocks in self.offload]),
+            why=dict(zip(map(slot_of, self._why), self._why.values(), strict=True)),
         )

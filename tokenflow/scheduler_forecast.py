@@ -10,15 +10,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tokenflow.scheduler_view import PAUSING, PREEMPTED, View
-from tokenflow.types import BoolArray, FloatArray, IntArray
+from tokenflow.scheduler_sure import MAX_ROUNDS, surely_back
+from tokenflow.scheduler_view import PREEMPTED, View, highest, lowest, num_first
+from tokenflow.types import FloatArray, IntArray
 
 _NUM_DEADLINE_BATCHES = 4
 """Deadlines looked at by `can_bring_back`, in batches: what lies beyond is a question of rates,
 which the schedulability test answers."""
-
-_MAX_ROUNDS = 8
-"""Times that the same blocks are given on and come free again, looked at by `can_bring_back`."""
 
 
 class PrefillBudget:
@@ -39,12 +37,9 @@ class PrefillBudget:
         self.tokens_per_s = view.snapshot.costs.prefill_tokens_per_s
         self._taken_s = self._left_s(view)
         self._soon_s = view.snapshot.costs.plan_interval_s
-        slack = s.slack_s[view.running]
         self._step_s = view.step_s
-        self._limit_s = float(slack.min()) if len(slack) else float("inf")
-        rate = s.read_rate[view.starting][s.has_reader[view.starting]]
-        if len(rate):
-            self._limit_s = min(self._limit_s, 1.0 / float(rate.max()))
+        self._limit_s = lowest(s.slack_s[view.running]) if len(view.running) else math.inf
+        self._limit(view.starting)
 
     def seconds(self, row: int) -> float:
         """Prefill time of `row`."""
@@ -59,20 +54,30 @@ class PrefillBudget:
     def take(self, row: int) -> None:
         """Count the prefill of `row` as under way."""
         self._taken_s += self.seconds(row)
-        self._limit(row)
+        if self._sessions.has_reader[row]:
+            self._limit_s = min(self._limit_s, 1.0 / float(self._sessions.read_rate[row]))
 
-    def take_first(self, rows: IntArray) -> int:
-        """`allows` and `take` for one of `rows` after the other, as far as they are allowed;
-        returns how many those are."""
-        s = self._sessions
-        seconds = s.num_resume_tokens[rows] / self.tokens_per_s
-        token_s = np.where(s.has_reader[rows], 1.0 / s.read_rate[rows], np.inf)
-        taken_s = np.concatenate([[self._taken_s], seconds]).cumsum()
-        limit_s = np.minimum.accumulate(np.concatenate([[self._limit_s], token_s]))
-        allowed = taken_s[1:] <= np.maximum(limit_s[:-1], self._step_s)
-        num = num_first((taken_s[:-1] <= self._soon_s) | allowed)
-        self._taken_s, self._limit_s = float(taken_s[num]), float(limit_s[num])
+    def take_first(self, rows: IntArray, seconds: FloatArray) -> int:
+        """`allows` and `take` for one of `rows`, one or more, after the other, as far as they are
+        allowed; returns how many those are. seconds: prefill time of each."""
+        taken_s = np.empty(len(rows) + 1)
+        taken_s[0], taken_s[1:] = self._taken_s, seconds
+        taken_s = np.add.accumulate(taken_s)
+        num = len(rows)
+        if taken_s[-2] > self._soon_s:  # else each begins before those ahead of it are done
+            num = self._num_allowed(rows, taken_s)
+        self._taken_s = float(taken_s[num])
+        self._limit(rows[:num])
         return num
+
+    def _num_allowed(self, rows: IntArray, taken_s: FloatArray) -> int:
+        """How many of the first of `rows` are allowed; taken_s [n + 1]: under way before each, and
+        after the last."""
+        s = self._sessions
+        token_s = np.where(s.has_reader[rows], 1.0 / s.read_rate[rows], np.inf)
+        limit_s = np.minimum.accumulate(np.concatenate([[self._limit_s], token_s[:-1]]))
+        allowed = taken_s[1:] <= np.maximum(limit_s, self._step_s)
+        return num_first((taken_s[:-1] <= self._soon_s) | allowed)
 
     def _left_s(self, view: View) -> float:
         """Seconds of what is under way that are still to come: one after the other, in the order in
@@ -88,14 +93,13 @@ class PrefillBudget:
             end_time = max(end_time, begin_time) + seconds
         return max(0.0, end_time - view.snapshot.now)
 
-    def _limit(self, row: int) -> None:
-        if self._sessions.has_reader[row]:
-            self._limit_s = min(self._limit_s, 1.0 / float(self._sessions.read_rate[row]))
-
-
-def num_first(flags: BoolArray) -> int:
-    """How many are True before the first that is not."""
-    return len(flags) if flags.all() else int(flags.argmin())
+    def _limit(self, rows: IntArray) -> None:
+        """Not more from now on than a reader of `rows` takes for a token."""
+        s = self._sessions
+        if len(rows):
+            rate = s.read_rate[rows][s.has_reader[rows]]
+            if len(rate):
+                self._limit_s = min(self._limit_s, 1.0 / highest(rate))
 
 
 def can_bring_back(
@@ -117,21 +121,34 @@ def can_bring_back(
     resumes end in nothing but recomputing. What is on the host crosses the link before its
     deadline, behind everybody's who is due earlier.
     """
+    rows = np.array(paused, dtype=np.int64), np.array(placed, dtype=np.int64)
+    return surely_back(view, *rows, free_slots=free_slots, free_blocks=free_blocks) or back_in_time(
+        view, *rows, free_slots=free_slots, free_blocks=free_blocks
+    )
+
+
+def back_in_time(
+    view: View,
+    paused_rows: IntArray,
+    placed_rows: IntArray,
+    *,
+    free_slots: int,
+    free_blocks: int,
+) -> bool:
+    """As `can_bring_back`, by everybody's own deadline."""
     s, costs = view.snapshot.sessions, view.snapshot.costs
     out = np.zeros(len(s), dtype=np.bool_)
     out[view.paused] = True
-    if view.num_in_state[PAUSING]:
-        out[view.pausing] = True
-    placed_rows = np.array(placed, dtype=np.int64)
+    out[view.pausing] = True
     out[placed_rows] = False
-    out[np.array(paused, dtype=np.int64)] = True
+    out[paused_rows] = True
     out_rows = out.nonzero()[0]
     if not len(out_rows):
         return True
     deadlines, needs, recompute_s, onboard_s = _deadlines(view, out_rows)
     if np.count_nonzero(recompute_s.cumsum() > view.policy.recompute_share * deadlines):
         return False
-    if onboard_s is not None and (onboard_s.cumsum() > deadlines + onboard_s).any():
+    if onboard_s is not None and np.count_nonzero(onboard_s.cumsum() > deadlines + onboard_s):
         return False
     staying = view.running[~out[view.running]]
     coming = np.concatenate([view.starting, placed_rows])
@@ -142,11 +159,11 @@ def can_bring_back(
     prefill_s = s.num_resume_tokens[coming] / costs.prefill_tokens_per_s
     times[len(staying) :] += 2 * view.step_s + prefill_s
     given_back = view.frees[rows]
-    given_back[len(rows) - len(placed) :] = view.need[placed_rows]
+    given_back[len(rows) - len(placed_rows) :] = view.need[placed_rows]
     cycle_s = _cycle_s(view, np.concatenate([rows, out_rows]))
     if math.isfinite(cycle_s):
-        for_blocks = int(needs.sum()) // max(1, int(given_back.sum()))
-        num_rounds = 1 + max(len(deadlines) // len(rows), min(_MAX_ROUNDS, for_blocks))
+        for_blocks = int(np.add.reduce(needs)) // max(1, int(np.add.reduce(given_back)))
+        num_rounds = 1 + max(len(deadlines) // len(rows), min(MAX_ROUNDS, for_blocks))
         if num_rounds > 1:
             if not _fits_at_once(times, given_back, deadlines, needs - free_blocks):
                 return False
@@ -157,7 +174,7 @@ def can_bring_back(
     order = times.argsort(kind="stable")
     available = times[order].searchsorted(deadlines, side="right")
     freed = np.zeros(len(order) + 1, dtype=np.int64)
-    np.cumsum(given_back[order], out=freed[1:])
+    np.add.accumulate(given_back[order], out=freed[1:])
     late = free_slots + available < np.arange(1, len(deadlines) + 1)
     late |= free_blocks + freed[available] < needs.cumsum()
     return not np.count_nonzero(late)
@@ -170,7 +187,7 @@ def _fits_at_once(
     is `short` of: however often blocks are given on, they are there once at any one instant."""
     order = times.argsort(kind="stable")
     freed = np.zeros(len(order) + 1, dtype=np.int64)
-    np.cumsum(given_back[order], out=freed[1:])
+    np.add.accumulate(given_back[order], out=freed[1:])
     available = times[order].searchsorted(deadlines, side="right")
     return not np.count_nonzero(freed[available] < short)
 
@@ -202,23 +219,21 @@ def _deadlines(
 
 def _earn_s(view: View, rows: IntArray) -> FloatArray:
     """Seconds until each of `rows`, once decoding, may be paused or has ended."""
-    s, policy = view.snapshot.sessions, view.policy
+    s = view.snapshot.sessions
     slack = np.where(s.started[rows], s.slack_s[rows], 0.0)
     gain = 1.0 / (view.step_s * s.read_rate[rows]) - 1.0
     missing_s = np.maximum(view.pause_slack_s - slack, 0.0)
     earned_s = missing_s / np.maximum(gain, 1e-9)
-    earned_s[(gain <= 0) & (missing_s > 0)] = np.inf
-    end_s = (s.max_tokens[rows] - s.num_generated[rows]) * view.step_s
-    may, has_reader = s.pausable[rows], s.has_reader[rows]
-    if np.count_nonzero(has_reader) < len(rows):
-        may = may & (has_reader | (s.num_pauses[rows] < policy.max_machine_pauses))
-    result: FloatArray = np.where(may, np.minimum(earned_s, end_s), end_s)
+    if lowest(gain) <= 0:
+        earned_s[(gain <= 0) & (missing_s > 0)] = np.inf
+    end_s: FloatArray = view.num_to_come[rows] * view.step_s
+    result: FloatArray = np.where(s.pausable[rows], np.minimum(earned_s, end_s), end_s)
     return result
 
 
 def _cycle_s(view: View, rows: IntArray) -> float:
     """Seconds from giving a slot to a mean stream of `rows` until it may be paused again."""
-    rate = float(view.snapshot.sessions.read_rate[rows].sum()) / len(rows)
+    rate = float(np.add.reduce(view.snapshot.sessions.read_rate[rows])) / len(rows)
     gain = 1.0 / (view.step_s * rate) - 1.0
     if gain <= 0:
         return float("inf")

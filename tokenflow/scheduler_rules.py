@@ -10,7 +10,7 @@ import numpy as np
 from tokenflow.lazy import lazy
 from tokenflow.policies import rank
 from tokenflow.scheduler_draft import Draft
-from tokenflow.scheduler_view import View
+from tokenflow.scheduler_view import View, highest, lowest
 from tokenflow.types import BoolArray, FloatArray, IntArray
 
 
@@ -18,46 +18,45 @@ class Victims:
     """Running rows that may be paused at all, first choice (lowest P: most slack) first; found when
     somebody asks.
 
-    spare_s: slack beyond the round trip and margin; a newcomer's prefill must fit in it.
-    rested: the row has run its quantum.
+    Of each row (row, spare): the slack beyond the round trip and margin; what a newcomer prefills,
+    or a resume computes, must fit in it. A row is rested once it has run its quantum, and spent if
+    it has no reader and was paused as often as is allowed.
     """
 
     def __init__(self, view: View) -> None:
         self._view = view
 
+    def has_reader(self, row: int) -> bool:
+        """False for a stream that nobody reads as it comes."""
+        return bool(self._view.snapshot.sessions.has_reader[row])
+
     @lazy
     def rows(self) -> list[int]:
-        """Who."""
+        """All of them."""
         rows: list[int] = self._found[0].tolist()
         return rows
 
     @lazy
-    def spare_s(self) -> list[float]:
-        """Of each."""
-        spare_s: list[float] = self._found[1].tolist()
-        return spare_s
-
-    @lazy
-    def rested(self) -> list[bool]:
-        """Of each."""
-        rested: list[bool] = self._found[2].tolist()
-        return rested
-
-    @lazy
-    def _found(self) -> tuple[IntArray, FloatArray, BoolArray]:
-        return _victims(self._view)
+    def spent(self) -> set[int]:
+        """Rows that yield to nobody but a reader that would stall: a bound on pauses must not make
+        one wait."""
+        rows, _, _, spent = self._found
+        return set(rows[spent].tolist())
 
     @lazy
     def others(self) -> tuple[IntArray, FloatArray]:
-        """rows and spare_s of those that may yield to a newcomer or to a better balance."""
-        rows, spare_s, rested = self._found
-        return rows[rested], spare_s[rested]
+        """Those that may yield to a newcomer or to a better balance."""
+        rows, spare_s, rested, spent = self._found
+        may = rested & ~spent
+        if np.count_nonzero(may) == len(rows):
+            return rows, spare_s
+        return rows[may], spare_s[may]
 
     @lazy
     def for_due(self) -> list[tuple[int, float]]:
-        """(row, spare) that may yield to a due resume: those that ran their quantum first, then the
+        """Those that may yield to a due resume: those that ran their quantum first, then the
         others, because limits on pauses must not make a reader stall."""
-        rows, spare_s, rested = self._found
+        rows, spare_s, rested, _ = self._found
         order = (~rested).argsort(kind="stable")
         return list(zip(rows[order].tolist(), spare_s[order].tolist(), strict=True))
 
@@ -66,6 +65,10 @@ class Victims:
         """As `others`, one by one."""
         rows, spare_s = self.others
         return list(zip(rows.tolist(), spare_s.tolist(), strict=True))
+
+    @lazy
+    def _found(self) -> tuple[IntArray, FloatArray, BoolArray, BoolArray]:
+        return _victims(self._view)
 
 
 class Pool:
@@ -81,7 +84,10 @@ class Pool:
         """As Draft.victims_for, of those that can spare `seconds`."""
         if draft.fits(row):
             return []
-        return draft.victims_for(row, (v for v, spare_s in self._left if spare_s >= seconds))
+        able = (v for v, spare_s in self._left if spare_s >= seconds)
+        if self._due and self._able.spent and not self._able.has_reader(row):
+            able = (v for v in able if v not in self._able.spent)
+        return draft.victims_for(row, able)
 
     def take_out(self, rows: list[int]) -> None:
         """They were paused."""
@@ -94,33 +100,38 @@ class Pool:
     @lazy
     def _left(self) -> list[tuple[int, float]]:
         able = self._able.for_due if self._due else self._able.for_others
-        return [entry for entry in able if not self._draft.named(entry[0])]
+        named = self._draft.named_rows
+        return [entry for entry in able if entry[0] not in named]
 
 
 def victims(view: View) -> Victims:
     """Rows that may be paused without a stall: S_i >= κ·(pause + offload + onboard + resume + plan
     interval) + ε, with what is to be recomputed. Copies are charged only where the pool is going to
-    need the blocks. A stream without a reader may be paused a bounded number of times. One
-    that ends within the round trip is left to end."""
+    need the blocks. A stream without a reader may be paused a bounded number of times, and beyond
+    it only for a reader that would stall. One that ends within the round trip is left to end."""
     return Victims(view)
 
 
-def _victims(view: View) -> tuple[IntArray, FloatArray, BoolArray]:
+def _victims(view: View) -> tuple[IntArray, FloatArray, BoolArray, BoolArray]:
     s, policy = view.snapshot.sessions, view.policy
     costs, rows = view.snapshot.costs, view.running
     round_trip_s = _back_s(view, rows) + (costs.pause_s + costs.plan_interval_s)
     away_s = policy.slack_margin_s + view.away_s
     spare_s = s.slack_s[rows] - (policy.conservativeness * round_trip_s + away_s)
-    left_s = (s.max_tokens[rows] - s.num_generated[rows]) * view.step_s
-    may = s.pausable[rows] & s.started[rows] & (spare_s >= 0)
-    may &= s.has_reader[rows] | (s.num_pauses[rows] < policy.max_machine_pauses)
-    may &= left_s > costs.pause_s + costs.resume_s
-    rows, spare_s = rows[may], spare_s[may]
+    left_s = view.num_to_come[rows] * view.step_s
+    may = s.started[rows] & (spare_s >= 0) & (left_s > costs.pause_s + costs.resume_s)
+    if not view.all_pausable:
+        may &= s.pausable[rows]
+    if np.count_nonzero(may) < len(rows):
+        rows, spare_s = rows[may], spare_s[may]
     if len(rows) > 1:
         order = _yielding_order(view, rows)
         rows, spare_s = rows[order], spare_s[order]
     ran_s = view.snapshot.now - s.running_since_time[rows]
-    return rows, spare_s, ran_s >= view.quantum_s
+    spent = np.zeros(len(rows), dtype=np.bool_)
+    if not view.all_read:
+        spent = ~s.has_reader[rows] & (s.num_pauses[rows] >= policy.max_machine_pauses)
+    return rows, spare_s, ran_s >= view.quantum_s, spent
 
 
 def _back_s(view: View, rows: IntArray) -> FloatArray | float:
@@ -137,8 +148,7 @@ def is_low(view: View, rows: IntArray) -> BoolArray:
     long. Never without a reader, whose slack is infinite."""
     s, policy = view.snapshot.sessions, view.policy
     slack_s = s.slack_s[rows]
-    unread = slack_s * s.read_rate[rows]
-    result: BoolArray = unread < policy.low_share * s.max_tokens[rows]
+    result: BoolArray = view.unread[rows] < policy.low_share * s.max_tokens[rows]
     result &= slack_s < policy.low_slack_s
     return result
 
@@ -146,17 +156,20 @@ def is_low(view: View, rows: IntArray) -> BoolArray:
 def excess_order(view: View, rows: IntArray) -> IntArray:
     """`rows` in the order in which they get what is left beyond what readers need: those that would
     run alone in the end by what they have left, the others by what they have generated."""
-    s = view.snapshot.sessions
-    num_generated = s.num_generated[rows]
-    left = s.max_tokens[rows] - num_generated
-    num_together = len(view.running) + len(view.starting)
-    tail = left * num_together >= view.policy.tail_share * view.num_left
-    if tail.any():
-        order = np.lexsort((-num_generated, -(left * tail)))
-    else:
-        order = (-num_generated).argsort(kind="stable")
-    result: IntArray = rows[order]
+    result: IntArray = rows[_excess_places(view, rows)]
     return result
+
+
+def _excess_places(view: View, rows: IntArray) -> IntArray:
+    """Positions in `rows` of who comes first in the order of excess."""
+    num_generated, left = view.snapshot.sessions.num_generated[rows], view.num_to_come[rows]
+    num_together = len(view.running) + len(view.starting)
+    num_alone = view.policy.tail_share * view.num_left
+    if not len(rows) or highest(left) * num_together < num_alone:
+        return (-num_generated).argsort(kind="stable")
+    tail = left * num_together >= num_alone
+    places: IntArray = np.lexsort((-num_generated, -(left * tail)))
+    return places
 
 
 def _yielding_order(view: View, rows: IntArray) -> IntArray:
@@ -164,16 +177,20 @@ def _yielding_order(view: View, rows: IntArray) -> IntArray:
     then those well ahead, last in the order of excess first; then the others, with most slack
     first (lowest P)."""
     s, policy = view.snapshot.sessions, view.policy
-    slack, priority, has_reader = s.slack_s[rows], s.priority[rows], s.has_reader[rows]
-    p = rank(policy, slack, np.zeros(len(rows)), s.started[rows], priority)
-    ahead = slack * s.read_rate[rows] >= policy.high_share * s.max_tokens[rows]
-    keys: tuple[FloatArray | IntArray | BoolArray, ...] = (p, has_reader, priority)
-    if ahead.any():
-        place = np.empty(len(s), dtype=np.int64)
-        place[excess_order(view, rows)] = np.arange(len(rows), 0, -1)
-        behind = np.where(ahead, place[rows], len(s) + 1)
-        keys = (p, behind, has_reader, priority)
-    result: IntArray = np.lexsort(keys)
+    ahead = view.unread[rows] >= policy.high_share * s.max_tokens[rows]
+    order = _excess_places(view, rows)[::-1]
+    if np.count_nonzero(ahead) < len(rows):
+        behind = (~ahead).nonzero()[0]
+        others = rows[behind]
+        waited_s = np.zeros(len(others))
+        p = rank(policy, s.slack_s[others], waited_s, s.started[others], s.priority[others])
+        order = np.concatenate([order[ahead[order]], behind[p.argsort(kind="stable")]])
+    rows = rows[order]
+    if view.all_read:
+        by_class = s.priority[rows].argsort(kind="stable")
+    else:
+        by_class = np.lexsort((s.has_reader[rows], s.priority[rows]))
+    result: IntArray = order[by_class]
     return result
 
 
@@ -183,7 +200,7 @@ def due_rows(view: View) -> list[int]:
     pass over."""
     s, policy = view.snapshot.sessions, view.policy
     rows = view.paused
-    if not len(rows):
+    if not len(rows) or _surely_not_due(view, rows):
         return []
     due = (s.slack_s[rows] <= due_slack_s(view, rows)) | ~s.started[rows]
     machines = ~s.has_reader[rows]
@@ -199,6 +216,19 @@ def due_rows(view: View) -> list[int]:
     limit_rows = view.snapshot.kv.max_batch_size + policy.max_passes
     result: list[int] = rows[order[:limit_rows]].tolist()
     return result
+
+
+def _surely_not_due(view: View, rows: IntArray) -> bool:
+    """True if none of the paused `rows` is due because the least slack of all is more than what
+    the one that takes longest to bring back needs."""
+    s, policy, costs, ways = view.snapshot.sessions, view.policy, view.snapshot.costs, view.ways
+    if not view.all_read or np.count_nonzero(s.started[rows]) < len(rows):
+        return False
+    resume_s = costs.resume_s + (highest(ways.num_tokens[rows]) - 1) / costs.prefill_tokens_per_s
+    if costs.onboard_block_s:
+        resume_s += highest(ways.num_blocks[rows]) * costs.onboard_block_s
+    limit_s = policy.conservativeness * resume_s + (policy.slack_margin_s + costs.plan_interval_s)
+    return lowest(s.slack_s[rows]) > limit_s
 
 
 def due_slack_s(view: View, rows: IntArray) -> FloatArray:
@@ -242,6 +272,8 @@ def _fixed(view: View, draft: Draft) -> list[int]:
 def admissible(view: View, draft: Draft) -> IntArray:
     """Waiting rows, without those of a kind that already holds its half of the slots: however many
     they are and however long they wait, they are in nobody's way."""
+    if view.all_pausable:
+        return view.waiting
     pausable = view.snapshot.sessions.pausable[view.waiting]
     if pausable.all():
         return view.waiting

@@ -109,9 +109,12 @@ class Overflow:
 def overflow_of(snapshot: Snapshot, num_tokens: IntArray) -> Overflow:
     """The forecast for `snapshot`; num_tokens [n]: prompt and generated of each row."""
     s, kv, costs = snapshot.sessions, snapshot.kv, snapshot.costs
-    in_pool = (s.started | (s.state == _PREFILLING)) & ~s.held  # a held one's KV goes first
-    cached = -(-num_tokens // kv.tokens_per_block)
-    num_started_blocks = int(cached[in_pool].sum())
+    is_in_pool = s.started | (s.state == _PREFILLING)
+    if np.count_nonzero(s.held):
+        is_in_pool &= ~s.held  # its KV goes first
+    in_pool = is_in_pool.nonzero()[0]
+    cached = (num_tokens[in_pool] + (kv.tokens_per_block - 1)) // kv.tokens_per_block
+    num_started_blocks = int(np.add.reduce(cached))
     num_blocks = max(0, num_started_blocks - kv.num_total_blocks)
     num_kept = kv.num_host_blocks
     if num_blocks and kv.has_tiering:
@@ -119,7 +122,7 @@ def overflow_of(snapshot: Snapshot, num_tokens: IntArray) -> Overflow:
     is_lost = num_blocks > num_kept
     mean_copy_s = 0.0
     if num_blocks and kv.num_host_blocks:
-        mean = min(num_blocks, num_started_blocks / int(in_pool.sum()))
+        mean = min(num_blocks, num_started_blocks / len(in_pool))
         comes_back = loads(snapshot) and not is_lost
         mean_copy_s = mean * (costs.offload_block_s + (costs.onboard_block_s if comes_back else 0))
     return Overflow(

@@ -13,6 +13,7 @@ PAUSING and CANCELLING rows count as gone for the same reason.
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from tokenflow.executor.api import CapacitySchedulerPolicy
 from tokenflow.lazy import lazy
 from tokenflow.policies import TokenflowPolicy
 from tokenflow.scheduler_tiers import Overflow, ResumeWays, link_block_s, overflow_of, resume_ways
-from tokenflow.types import FloatArray, IntArray, SessionState, Snapshot
+from tokenflow.types import BoolArray, FloatArray, IntArray, SessionState, Snapshot
 
 # Looking up an enum member costs more than comparing a column with a plain number.
 WAITING = int(SessionState.WAITING)
@@ -32,6 +33,9 @@ RESUMING = int(SessionState.RESUMING)
 CANCELLING = int(SessionState.CANCELLING)
 _NUM_STATES = len(SessionState)
 
+_FAR = 1
+"""Until the quantum is over, in what sequences grow."""
+
 _NO_ROWS: IntArray = np.zeros(0, dtype=np.int64)
 
 
@@ -40,6 +44,7 @@ class View:
 
     waiting and paused leave out what is larger than the whole pool, and what its client holds.
     num_in_state: how many rows are in each SessionState. num_tokens [n]: prompt and generated.
+    num_to_come [n]: tokens that may still be generated.
     step_s: seconds of a step of the present batch.
     free_blocks: after the growth of those that stay, until a pause decided now takes effect.
     reserve: further growth that placing anybody must leave room for. Both growths are 0 in
@@ -54,6 +59,7 @@ class View:
     waiting: IntArray
     paused: IntArray
     num_tokens: IntArray
+    num_to_come: IntArray
     step_s: float
     free_slots: int
     free_blocks: int
@@ -61,60 +67,106 @@ class View:
 
     def __init__(self, snapshot: Snapshot, policy: TokenflowPolicy) -> None:
         self.snapshot = snapshot
+        by = snapshot.kv.capacity_policy
+        self._is_reserved = by is CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
         self.policy = policy
         s = snapshot.sessions
         self.num_in_state = np.bincount(s.state, minlength=_NUM_STATES).tolist()
+        self._ends = list(accumulate(self.num_in_state))
+        # Numbers of one byte are put in order in one pass.
+        self._by_state = s.state.astype(np.int8).argsort(kind="stable")
         self.num_tokens = s.num_prompt_tokens + s.num_generated
-        in_step = (s.state == RUNNING).nonzero()[0]
-        goes_on = s.max_tokens[in_step] - s.num_generated[in_step] > 1
-        self.running = in_step[goes_on]
+        self.num_to_come = s.max_tokens - s.num_generated
+        self.running, ending = self._in_state(RUNNING), _NO_ROWS
+        to_come = self.num_to_come[self.running]
+        if len(to_come) and lowest(to_come) <= 1:
+            self.running, ending = self.running[to_come > 1], self.running[to_come <= 1]
         self.starting = self.waiting = self.paused = _NO_ROWS
         self._find_others()
         staying = self.running
         if len(self.starting):
             staying = np.concatenate([staying, self.starting])
         self._find_room(staying)
-        if len(self.running) < len(in_step):
-            self._come_free(s.num_blocks_held[in_step[~goes_on]])
+        if len(ending):
+            self._come_free(s.num_blocks_held[ending])
+
+    def _in_state(self, state: int) -> IntArray:
+        """Rows that are in `state`, in order."""
+        end = self._ends[state]
+        return self._by_state[end - self.num_in_state[state] : end]
 
     def _find_others(self) -> None:
         """Who is being started, waits, or is paused."""
-        s, num, state = self.snapshot.sessions, self.num_in_state, self.snapshot.sessions.state
-        if num[PREFILLING] or num[RESUMING]:
-            self.starting = ((state == PREFILLING) | (state == RESUMING)).nonzero()[0]
-        if num[WAITING] or num[PREEMPTED]:
+        self.starting, resuming = self._in_state(PREFILLING), self._in_state(RESUMING)
+        if len(resuming):
+            self.starting = np.sort(np.concatenate([self.starting, resuming]))
+        self.waiting, self.paused = self._in_state(WAITING), self._in_state(PREEMPTED)
+        s, num_total_blocks = self.snapshot.sessions, self.snapshot.kv.num_total_blocks
+        if not len(self.waiting) + len(self.paused):
+            return
+        num_most = max(highest(s.num_blocks_needed), highest(s.num_blocks_final))
+        if num_most > num_total_blocks or np.count_nonzero(s.held):
             num_blocks = np.maximum(s.num_blocks_needed, s.num_blocks_final)
-            may_not = (num_blocks > self.snapshot.kv.num_total_blocks) | s.held
-            place = np.where(may_not, -1, state)
-            self.waiting = (place == WAITING).nonzero()[0]
-            self.paused = (place == PREEMPTED).nonzero()[0]
+            may = (num_blocks <= num_total_blocks) & ~s.held
+            self.waiting = self.waiting[may[self.waiting]]
+            self.paused = self.paused[may[self.paused]]
 
     def _find_room(self, staying: IntArray) -> None:
         """What `staying` leaves free, with what is held by those that were told to leave."""
-        s, kv, costs = self.snapshot.sessions, self.snapshot.kv, self.snapshot.costs
-        tokens = self.num_tokens[staying]
-        self.step_s = costs.step_s(max(1, len(staying)), float(tokens.sum()))
+        s, kv = self.snapshot.sessions, self.snapshot.kv
+        num_tokens = float(np.add.reduce(self.num_tokens[staying]))
+        self.step_s = self.snapshot.costs.step_s(max(1, len(staying)), num_tokens)
         self.free_slots, self.reserve = kv.max_batch_size - len(staying), 0
-        if kv.capacity_policy is CapacitySchedulerPolicy.GUARANTEED_NO_EVICT:
-            self.free_blocks = kv.num_total_blocks - int(s.num_blocks_needed[staying].sum())
+        if self._is_reserved:
+            num_reserved = int(np.add.reduce(s.num_blocks_needed[staying]))
+            self.free_blocks = kv.num_total_blocks - num_reserved
             return
+        near, far = np.add.reduce(self._growth.take(staying, axis=1), axis=1).tolist()
+        self.free_blocks, self.reserve = kv.num_free_blocks - near, far - near
+        for state in (PAUSING, CANCELLING):
+            if self.num_in_state[state]:
+                self._come_free(s.num_blocks_held[self._in_state(state)])
+
+    @lazy
+    def _growth(self) -> IntArray:
+        """Blocks [2, n] that sequences take on until a pause decided now takes effect, and until a
+        row placed now has run its quantum, never past their full length. Not where they reserve."""
+        costs, size = self.snapshot.costs, self.snapshot.kv.tokens_per_block
         near_s = costs.pause_s + costs.plan_interval_s
         far_s = near_s + self.policy.min_quantum_s
-        growth = self._growth(tokens, s.num_blocks_final[staying], near_s, far_s)
-        near, far = growth.sum(axis=1).tolist()
-        self.free_blocks, self.reserve = kv.num_free_blocks - near, far - near
-        if self.num_in_state[PAUSING] or self.num_in_state[CANCELLING]:
-            self._come_free(s.num_blocks_held[(s.state == PAUSING) | (s.state == CANCELLING)])
+        near, far = (math.ceil(seconds / self.step_s) + 1 for seconds in (near_s, far_s))
+        num_more = np.array([[size - 1], [near + size - 1], [far + size - 1]])
+        num_blocks = (self.num_tokens + num_more) // size
+        later = np.minimum(num_blocks[1:], self.snapshot.sessions.num_blocks_final) - num_blocks[0]
+        result: IntArray = np.maximum(later, 0)
+        return result
 
     def _come_free(self, num_blocks: IntArray) -> None:
         """So many blocks each are held by streams that leave; reserved ones are not counted so."""
-        if self.snapshot.kv.capacity_policy is not CapacitySchedulerPolicy.GUARANTEED_NO_EVICT:
+        if not self._is_reserved:
             self.free_blocks += int(num_blocks.sum())
 
     @lazy
     def pausing(self) -> IntArray:
         """Rows whose pause is under way."""
-        result: IntArray = (self.snapshot.sessions.state == PAUSING).nonzero()[0]
+        return self._in_state(PAUSING)
+
+    @lazy
+    def all_read(self) -> bool:
+        """True if every row has a reader."""
+        has_reader = self.snapshot.sessions.has_reader
+        return np.count_nonzero(has_reader) == len(has_reader)
+
+    @lazy
+    def all_pausable(self) -> bool:
+        """True if no row is of a kind that can never be paused."""
+        pausable = self.snapshot.sessions.pausable
+        return np.count_nonzero(pausable) == len(pausable)
+
+    @lazy
+    def unread(self) -> FloatArray:
+        """Tokens [n] that a reader has left; NaN before the first, infinite without a reader."""
+        result: FloatArray = self.snapshot.sessions.slack_s * self.snapshot.sessions.read_rate
         return result
 
     @lazy
@@ -131,42 +183,18 @@ class View:
     def need(self) -> IntArray:
         """Blocks [n] charged when placed."""
         needed = self.snapshot.sessions.num_blocks_needed
-        return needed if self._far is None else needed + self._far
+        return needed if self._is_reserved else needed + self._growth[_FAR]
 
     @lazy
     def frees(self) -> IntArray:
         """Blocks [n] given back when paused."""
         s = self.snapshot.sessions
-        return s.num_blocks_needed if self._far is None else s.num_blocks_held + self._far
-
-    @lazy
-    def _far(self) -> IntArray | None:
-        """Growth [n] until a row placed now has run its quantum; None where it is reserved."""
-        snapshot, costs = self.snapshot, self.snapshot.costs
-        kv, final = snapshot.kv, snapshot.sessions.num_blocks_final
-        if kv.capacity_policy is CapacitySchedulerPolicy.GUARANTEED_NO_EVICT:
-            return None
-        far_s = costs.pause_s + costs.plan_interval_s + self.policy.min_quantum_s
-        result: IntArray = self._growth(self.num_tokens, final, far_s)[0]
-        return result
-
-    def _growth(
-        self, num_tokens: IntArray, num_blocks_final: IntArray, *seconds: float
-    ) -> IntArray:
-        """Blocks [len(seconds), n] that sequences of `num_tokens` take on within each of `seconds`,
-        never past their full length."""
-        size = self.snapshot.kv.tokens_per_block
-        num_steps = [0, *(math.ceil(s / self.step_s) + 1 for s in seconds)]
-        num_blocks = (num_tokens + np.array(num_steps)[:, None] + (size - 1)) // size
-        later = np.minimum(num_blocks[1:], num_blocks_final) - num_blocks[0]
-        result: IntArray = np.maximum(later, 0)
-        return result
+        return s.num_blocks_needed if self._is_reserved else s.num_blocks_held + self._growth[_FAR]
 
     @lazy
     def num_left(self) -> int:
         """Tokens that everybody together has still to generate."""
-        s = self.snapshot.sessions
-        return int(s.max_tokens.sum()) - int(s.num_generated.sum())
+        return int(np.add.reduce(self.num_to_come))
 
     def resume_s(self, num_tokens: IntArray, num_blocks: IntArray) -> FloatArray:
         """Seconds from enqueue to first token of resumes that compute `num_tokens` each, besides
@@ -227,3 +255,18 @@ class View:
 def view_of(snapshot: Snapshot, policy: TokenflowPolicy) -> View:
     """Derive the planner's view; every array is new or untouched."""
     return View(snapshot, policy)
+
+
+def num_first(flags: BoolArray) -> int:
+    """How many are True before the first that is not."""
+    return len(flags) if np.count_nonzero(flags) == len(flags) else int(flags.argmin())
+
+
+def lowest(values: FloatArray | IntArray) -> float:
+    """As values.min(), which takes several times as long for a few hundred."""
+    return float(values[values.argmin()])
+
+
+def highest(values: FloatArray | IntArray) -> float:
+    """As values.max(); see `lowest`."""
+    return float(values[values.argmax()])

@@ -6,6 +6,8 @@ what the engine's events tell meanwhile (whereabouts.py).
 
 from __future__ import annotations
 
+import numpy as np
+
 from tokenflow.arrivals import ArrivalAverages
 from tokenflow.config import ServingConfig
 from tokenflow.costs import CostModel
@@ -45,7 +47,7 @@ class Snapshots:
         """The situation at `now`. has_tiering: the engine moves KV when it is told to."""
         self._whereabouts.refresh()
         sessions = self._table.columns(now)
-        num_blocks_held = int(sessions.num_blocks_held.sum())
+        num_blocks_held = int(np.add.reduce(sessions.num_blocks_held))
         return Snapshot(
             now=now,
             sessions=sessions,

@@ -153,19 +153,18 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     # Who is admitted.
     *_variants(
-        f"ΣR stays under {_DEFAULT.load_limit:g} Γ",
+        f"readers need at most {_DEFAULT.load_limit:g} of what can be made by any instant",
         ("no-admission-test", "no test", {"load_limit": _NEVER}),
-        ("whole-capacity", "ΣR <= Γ, as in the paper", {"load_limit": 1.0}),
+        ("whole-capacity", "all of it", {"load_limit": 1.0}),
     ),
     *_variants(
-        "unread text bridges a load beyond Γ",
-        ("no-bridging", "it does not", {"bridge_limit": 0.0}),
+        "unread text bridges a rush",
+        ("no-bridging", "it does not", {"bridge_margins": _NEVER}),
         own="late-burst",
     ),
     *_variants(
         f"the last {_DEFAULT.bridge_margins:g} margins of unread text bridge nothing",
         ("all-bridges", "all bridges", {"bridge_margins": 0.0}),
-        own="late-burst",
     ),
     *_variants(
         "Γ knows what taking turns costs",

@@ -100,8 +100,8 @@ def _check_rules(snapshot: Snapshot, decision: Decision, policy: TokenflowPolicy
             assert snapshot.kv.capacity_policy is not NO_EVICT
             continue
         assert s.slack_s[i] >= least_s
-        assert s.has_reader[i] or s.num_pauses[i] < policy.max_machine_pauses
         if decision.why[slot] in ("for waiting", "for balance"):
+            assert s.has_reader[i] or s.num_pauses[i] < policy.max_machine_pauses
             assert snapshot.now - s.running_since_time[i] >= policy.min_quantum_s
         if snapshot.kv.capacity_policy is NO_EVICT:
             assert not within_budget(snapshot, [j for j in pause if j != i], placed)

@@ -15,7 +15,7 @@ import numpy as np
 
 from perf.virtual.simulation import Simulation
 from perf.virtual.values import SimEngine
-from perf.virtual.workloads import demo, machines, sustained
+from perf.virtual.workloads import crowd, demo, long_outputs, machines, sustained
 from tests.scheduler.build import BOOLS, FLOATS
 from tokenflow.executor.api import CapacitySchedulerPolicy
 from tokenflow.policies import TokenflowPolicy
@@ -40,6 +40,13 @@ _TIERED = SimEngine(
     kv_tiering=True,
 )
 _FAST = demo(num_newcomers=10, rate=8.0)
+_QUICK = SimEngine(
+    max_batch_size=12,
+    num_total_blocks=800,
+    step_base_s=0.004,
+    step_per_sequence_s=1e-4,
+    prefill_tokens_per_s=20_000.0,
+)
 SCENARIOS = {
     "demo": (demo(), SimEngine()),
     "machines": (machines(demo(), 2), SimEngine()),
@@ -47,9 +54,10 @@ SCENARIOS = {
     "overload": (sustained(1.5, num=30), SimEngine()),
     "tiers_by_rules": (
         _FAST,
-        dataclasses.replace(_TIERED, num_total_blocks=52, kv_tiering=False),
+        dataclasses.replace(_TIERED, num_total_blocks=48, kv_tiering=False),
     ),
     "tiers_told": (_FAST, _TIERED),
+    "crowd": (crowd(long_outputs(num_newcomers=16)), _QUICK),
 }
 _PER_REASON = 3
 

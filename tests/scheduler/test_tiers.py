@@ -87,7 +87,7 @@ def spare_s(num_total_blocks: int, num_host_blocks: int, **changes: Any) -> floa
     costs = changes.pop("costs", COPIES)
     rows = crowd(9.0, **changes)
     found = victims(view(rows, costs=costs, has_tiering=has_tiering, **limits))
-    return min(found.spare_s)
+    return float(min(found.others[1]))
 
 
 def away_s(num_total_blocks: int) -> float:
@@ -177,7 +177,7 @@ def test_an_exchange_pays_for_the_copies_that_steps_wait_for() -> None:
 
 
 def capacity(num_host_blocks: int, costs: CostEstimate = COPIES, **limits: Any) -> float:
-    """Γ of 16 streams of 13 blocks at the middle of what is left, and one more, on 64 blocks."""
+    """Γ in the mean of the instants: 16 streams of 7 to 16 blocks and one more, on 64 blocks."""
     rows = [
         running(5.0, num_prompt_tokens=200, max_tokens=300, num_blocks_final=16) for _ in range(16)
     ]
@@ -191,20 +191,22 @@ def capacity(num_host_blocks: int, costs: CostEstimate = COPIES, **limits: Any) 
         capacity_policy=MAX_UTIL,
         **limits,
     )
-    return Load(seen)._capacity(16)
+    return float(Load(seen).capacity(16).mean())
 
 
 def test_a_host_tier_carries_more_than_recomputing_does() -> None:
     fast = dataclasses.replace(COPIES, offload_block_s=0.001, onboard_block_s=0.001)
     assert capacity(0) < capacity(256, fast)
-    assert capacity(64, fast) < capacity(142, fast) < capacity(150, fast)
+    assert capacity(64, fast) < capacity(100, fast) < capacity(142, fast)
 
 
 def test_copies_beside_the_steps_cost_no_capacity_until_the_link_is_full() -> None:
     hidden = dataclasses.replace(COPIES, copy_wait_share=0.0)
     free = dataclasses.replace(COPIES, offload_block_s=0.0, onboard_block_s=0.0)
     assert capacity(256) < capacity(256, hidden, has_tiering=True)
-    assert capacity(256, hidden, has_tiering=True) == capacity(256, free, has_tiering=True)
+    assert capacity(256, hidden, has_tiering=True) == pytest.approx(
+        capacity(256, free, has_tiering=True), rel=1e-3
+    )
     slow = dataclasses.replace(hidden, onboard_block_s=1.0)
     assert capacity(256, slow) < 0.5 * capacity(256, free)
 

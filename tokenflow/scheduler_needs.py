@@ -1,0 +1,125 @@
+"""What streams need of the engine at a few instants, from now until the last has been read.
+
+Owns the instants, and what each stream needs and holds then, alone and summed up; only reads the
+view.
+
+Invariant: shapes are [K] for the instants and [..., n] for rows, which come last.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tokenflow.lazy import lazy
+from tokenflow.scheduler_view import View
+from tokenflow.types import FloatArray, IntArray
+
+_NUM_SPANS = 6
+"""Spans of time, growing, until half of the streams have been read; the rest of the time is split
+at as many points again, from the third on."""
+
+_SPLITS = (np.arange(_NUM_SPANS + 1) / _NUM_SPANS) ** 2
+
+_NUM_INSTANTS = len(_SPLITS) + len(_SPLITS[3:]) - 1
+
+_UNTIL_END = np.tril(np.ones((_NUM_INSTANTS, _NUM_INSTANTS)))
+_UNTIL_MIDDLE = _UNTIL_END - 0.5 * np.eye(_NUM_INSTANTS)
+"""Times what is the case in each span: the sums from now to the end, or middle, of each."""
+
+
+class Need(NamedTuple):
+    """Of streams, one, or many together, at each instant, [K, ...]: how many have tokens to come,
+    tokens/s that must be generated for their readers, their KV tokens, KV tokens/s of turns, blocks
+    at the end."""
+
+    num: FloatArray
+    rate: FloatArray
+    context: FloatArray
+    turned: FloatArray
+    num_blocks_final: FloatArray
+
+
+class Needs:
+    """Of the rows of a view. A stream of rate R needs nothing while its reader has something
+    unread, then R tokens/s, and nothing after its end. Its context grows meanwhile by what its
+    reader reads. Whoever has not started, or has no reader, needs its rate from now on.
+
+    served: rows that are served; these and all that wait say which instants are looked at.
+    """
+
+    def __init__(self, view: View, served: IntArray) -> None:
+        self._view = view
+        self._sessions = view.snapshot.sessions
+        # Nobody can be given more than a token a step; a reader that is faster waits for each.
+        self._rate = np.minimum(self._sessions.read_rate, 1.0 / view.step_s)
+        left_s = view.num_to_come / self._rate
+        self._begin_s = self._seconds_to_begin()
+        self._end_s = self._begin_s + left_s
+        # Whoever comes counts as one that has been read when it would be, had it started now.
+        end_s = np.concatenate([self._end_s[served], left_s[view.waiting]])
+        end_s.sort()
+        half_s, last_s = end_s[len(end_s) // 2], end_s[-1]
+        times = np.concatenate([half_s * _SPLITS, half_s + (last_s - half_s) * _SPLITS[3:]])
+        self._instants = (0.5 * (times[1:] + times[:-1]))[:, None]  # the middles of the spans
+        self._spans = times[1:] - times[:-1]
+
+    def until_end(self, values: FloatArray) -> FloatArray:
+        """Sums over time of `values` a second [K, ...], from now to the end of each span."""
+        result: FloatArray = (_UNTIL_END * self._spans) @ values
+        return result
+
+    def until_middle(self, values: FloatArray) -> FloatArray:
+        """As `until_end`, to the middle of each span."""
+        result: FloatArray = (_UNTIL_MIDDLE * self._spans) @ values
+        return result
+
+    def together(self, rows: IntArray) -> Need:
+        """Of all of `rows` together, [K]."""
+        rate, turn_rate = self._rate[rows], self._turn_rate[rows]
+        tokens, final = self._view.num_tokens[rows], self._sessions.num_blocks_final[rows]
+        lasts, read_s = self._in_time(rows)
+        standing = np.array([np.ones(len(rows)), tokens, tokens * turn_rate, final])
+        num, context, turned, num_blocks_final = standing @ lasts.T
+        growth, turned_growth = np.array([rate, rate * turn_rate]) @ read_s.T
+        reads = (read_s > 0) @ rate
+        return Need(num, reads, context + growth, turned + turned_growth, num_blocks_final)
+
+    def each(self, rows: IntArray) -> FloatArray:
+        """The fields of `Need`, [5, K, n], of each of `rows`."""
+        rate = self._rate[rows]
+        lasts, read_s = self._in_time(rows)
+        each = np.empty((len(Need._fields), *lasts.shape))
+        each[0] = lasts
+        np.multiply(rate, read_s > 0, out=each[1])
+        np.multiply(self._view.num_tokens[rows], lasts, out=each[2])
+        each[2] += rate * read_s
+        np.multiply(each[2], self._turn_rate[rows], out=each[3])
+        np.multiply(self._sessions.num_blocks_final[rows], lasts, out=each[4])
+        return each
+
+    def _in_time(self, rows: IntArray) -> tuple[FloatArray, FloatArray]:
+        """Of each of `rows` at each instant, [K, n]: 1 while it is not over, else 0; the seconds
+        for which it has needed tokens, 0 if it does not."""
+        lasts = (self._instants < self._end_s[rows]).astype(np.float64)
+        since_s = self._instants - self._begin_s[rows]
+        return lasts, np.maximum(since_s, 0.0) * lasts
+
+    def _seconds_to_begin(self) -> FloatArray:
+        """Until each row [n] needs tokens. Some pauses with their margins are left out of what is
+        unread."""
+        s, view = self._sessions, self._view
+        margin_s = view.policy.slack_margin_s + view.policy.conservativeness * view.round_trip_s
+        unread_s = np.maximum(s.slack_s - view.policy.bridge_margins * margin_s, 0.0)
+        return np.where(s.started & s.has_reader, unread_s, 0.0)
+
+    @lazy
+    def _turn_rate(self) -> FloatArray:
+        """Turns/s of each row [n]: a stream that takes turns runs each time from the low share to
+        beyond the high one."""
+        view, max_tokens = self._view, self._sessions.max_tokens
+        min_turn = max(view.policy.min_quantum_s / view.step_s, 1.0)
+        turn = np.minimum(np.maximum(view.policy.turn_share * max_tokens, min_turn), max_tokens)
+        turn_rate: FloatArray = self._rate / turn
+        return turn_rate
