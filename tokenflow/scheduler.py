@@ -1,7 +1,8 @@
 """plan(Snapshot, policy) -> Decision: who runs, who is paused, who comes back.
 
 Owns the order in which room is given away (the rules that allow are in scheduler_rules.py, the
-forecasts in scheduler_load.py and scheduler_forecast.py, the room itself in scheduler_draft.py):
+forecasts in scheduler_load.py and scheduler_forecast.py, what is certain without them in
+scheduler_sure.py, the room itself in scheduler_draft.py):
 1. pinned: running streams keep what they hold; where the pool is about to run out under their
    growth, those with most slack are paused first (against their slack only if nobody else is
    left: counted as forced);

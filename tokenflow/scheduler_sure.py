@@ -86,10 +86,11 @@ def surely_back(
     num_given += _sum(frees[view.starting]) + _sum(view.need[placed_rows])
     if highest(needs) > free_blocks + num_given:
         return False
-    num_for_blocks = _sum(needs) // max(1, num_given)
-    if num_for_blocks > MAX_ROUNDS:
+    num_needed = _sum(needs)
+    if num_needed > MAX_ROUNDS * num_given:  # more rounds than are looked at may be needed
         return False
-    num_rounds = max(num_rounds, 1 + num_for_blocks)
+    if num_needed > free_blocks:
+        num_rounds = max(num_rounds, -(-(num_needed - free_blocks) // num_given))
     return _SURELY * _last_free_s(view, num_rounds) <= first_s
 
 

@@ -61,6 +61,17 @@ def long_outputs(*, num_readers: int = 12, num_newcomers: int = 12) -> list[SimR
     return readers + newcomers
 
 
+def crowd(requests: list[SimRequest], *, span_s: float = 4.0) -> list[SimRequest]:
+    """Newcomers all at once after `span_s`, the others evenly over the first half of it."""
+    others = [r for r in requests if r.kind != "newcomer"]
+    step_s = 0.5 * span_s / len(others)
+    at_once = [r for r in requests if r.kind == "newcomer"]
+    return [
+        *(dataclasses.replace(r, arrival_time=step_s * i) for i, r in enumerate(others)),
+        *(dataclasses.replace(r, arrival_time=span_s) for r in at_once),
+    ]
+
+
 def machines(requests: list[SimRequest], every: int) -> list[SimRequest]:
     """Every n-th request has no reader."""
     return [
