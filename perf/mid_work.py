@@ -28,7 +28,7 @@ from tokenflow.session import Session
 from tokenflow.types import Decision, GenerateRequest, Snapshot
 
 # Kind -> seconds of the engine's step, whatever is in it.
-STEP_BASE_S = {"quiet": 0.06, "busy": 0.06, "burst": 0.002}
+STEP_BASE_S = {"quiet": 0.06, "busy": 0.08, "burst": 0.002}
 NOW = 100.0
 _TOKENS_PER_BLOCK = 32
 _MAX_TOKENS = 256

@@ -174,11 +174,13 @@ def _of_results(name: str, render: Callable[[Mapping[str, Any]], str]) -> Callab
 
 
 def _of_lab(
-    pattern: str, render: Callable[[Sequence[Mapping[str, Any]]], str], target: str = "lab"
+    pattern: str,
+    render: Callable[[Sequence[Mapping[str, Any]]], str],
+    command: str = "make lab",
 ) -> Callable[[Path], str]:
     def text(results: Path) -> str:
         found = documents.load(results, pattern)
-        return render(found) if found else f"No results yet: run `make {target}`, then `make docs`."
+        return render(found) if found else f"No results yet: run `{command}`, then `make docs`."
 
     return text
 
@@ -196,8 +198,11 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "simulate": _of_lab("simulate.json", documents.main_figures),
     "simulate_all_figures": _of_lab("simulate.json", documents.all_figures),
     "ablation": _of_lab("ablation*.json", documents.ablation),
+    "virtual_real": _of_lab(
+        "virtual_real.json", documents.virtual_real, "python -m perf.virtual_real"
+    ),
     "sweeps": _of_lab("sweep_*.json", documents.sweeps),
-    "rules": _of_lab("rules*.json", rule_tables.document, "rules"),
+    "rules": _of_lab("rules*.json", rule_tables.document, "make rules"),
     "parameters": lambda results: parameter_table(),
     "unpausable": lambda results: unpausable_table(),
 }

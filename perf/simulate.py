@@ -6,8 +6,9 @@ principles (perf/lab/roofline.py); what a set-up is stands in perf/lab/setups.py
 in perf/lab/policies.py, and how each figure is defined in perf/lab/measures.py. Every figure that
 the tables show is in the JSON.
 
-`--rate` and `--host-gb` change a set-up; `--trace-in` replaces its requests by those of a CSV file,
-`--trace-out` writes them to one (perf/lab/traces.py describes the columns). Same arguments, same
+`--rate` and `--host-gb` change a set-up; `--trace-in` replaces its requests by those of a CSV file
+(perf/lab/traces.py describes the columns), or by 200 of a file of BurstGPT's, as published;
+`--trace-out` writes them to one. Same arguments, same
 JSON, but for the wall times.
 """
 
@@ -23,11 +24,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from perf.lab import documents, figures, runs, setups, summary, tables
+from perf.lab.burstgpt import is_burstgpt, read_burstgpt
 from perf.lab.measures import Record
 from perf.lab.policies import ABLATION, HEADLINE, PolicyRow, policies
 from perf.lab.runs import Cell, Changes, Run
 from perf.lab.setups import Setup
 from perf.lab.traces import read_trace, write_trace
+from perf.virtual.values import SimRequest
 from tokenflow.errors import TokenFlowError
 
 DEFAULT_POLICIES = "fcfs-reserve,tokenflow"
@@ -169,24 +172,38 @@ def cells(
     """
     if not names:
         raise ValueError("--setup needs a name")
-    work = None if parsed.trace_in is None else tuple(read_trace(parsed.trace_in))
-    if work == ():
-        raise ValueError(f"{parsed.trace_in} holds no request")
-    if work is not None and parsed.rate is not None:
-        raise ValueError("--rate cannot change the requests of --trace-in")
+    chosen, path = _chosen(names, parsed.rate, parsed.host_gb), parsed.trace_in
+    works = {
+        (setup.name, seed): None if path is None else _read_work(path, setup, seed, parsed.rate)
+        for setup in chosen
+        for seed in parsed.seeds
+    }
     return [
         Cell(
             setup=setup,
             policy=policy,
             seed=seed,
-            work=work,
-            source="" if work is None else parsed.trace_in.name,
+            work=works[setup.name, seed],
+            source="" if path is None else path.name,
             changes=changes,
         )
-        for setup in _chosen(names, parsed.rate, parsed.host_gb)
+        for setup in chosen
         for policy, changes in variants
         for seed in parsed.seeds
     ]
+
+
+def _read_work(path: Path, setup: Setup, seed: int, rate: float | None) -> tuple[SimRequest, ...]:
+    """The requests of a CSV file: of our own layout, or a sample of BurstGPT's with this seed, read
+    by people as those of the set-up. Raises ValueError, OSError."""
+    if is_burstgpt(path):
+        return tuple(read_burstgpt(path, mix=setup.workload.mix, seed=seed))
+    if rate is not None:
+        raise ValueError("--rate cannot change the requests of --trace-in")
+    work = tuple(read_trace(path))
+    if not work:
+        raise ValueError(f"{path} holds no request")
+    return work
 
 
 def _chosen(names: Sequence[str], rate: float | None, host_gb: float | None) -> list[Setup]:
@@ -217,13 +234,13 @@ def _write_work(path: Path, asked: Sequence[Cell]) -> None:
 
 def comma_separated(value: str) -> list[str]:
     """Names between commas."""
-    return [name.strip() for name in value.split(",") if name.strip()]
+    return list(dict.fromkeys(name.strip() for name in value.split(",") if name.strip()))
 
 
 def seeds(value: str) -> list[int]:
     """ "1", "1,2,5" or "1-5"."""
     found: list[int] = []
-    for part in comma_separated(value):
+    for part in filter(None, map(str.strip, value.split(","))):
         first, _, last = part.partition("-")
         found += range(int(first), int(last or first) + 1)
     if not found or len(set(found)) < len(found):

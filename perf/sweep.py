@@ -109,7 +109,7 @@ def _parsed(param: str) -> tuple[str, list[Any]]:
     name, _, values = param.partition("=")
     if name not in _DEFAULTS:
         raise ValueError(f"no parameter named {name!r}; there are {', '.join(_DEFAULTS)}")
-    found = [_value(name, value) for value in comma_separated(values)]
+    found = list(dict.fromkeys(_value(name, value) for value in comma_separated(values)))
     if not found:
         raise ValueError(f"{name} needs values: {name}=value,value")
     return name, found

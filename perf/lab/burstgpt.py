@@ -28,6 +28,12 @@ _REQUIRED = (
 _KNOWN = (*_REQUIRED, "Session ID", "Elapsed time")
 
 
+def is_burstgpt(path: Path) -> bool:
+    """True if the file begins as BurstGPT's do. Raises OSError."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.readline().split(",")[0].strip("\ufeff\"' \n") == _REQUIRED[0]
+
+
 def read_burstgpt(
     path: Path,
     *,

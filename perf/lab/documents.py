@@ -72,6 +72,35 @@ def sweeps(results: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+def virtual_real(results: Sequence[Mapping[str, Any]]) -> str:
+    """What `perf.virtual_real` found: means and 95 % intervals of the real runs, and of virtual
+    ones with the engine's costs as measured alone, and beside the server."""
+    names = {"ttft_p50_s": "first token, P50", "ttft_p99_s": "first token, P99"}
+    rows = [["policy", "", "real", "virtual, engine alone", "virtual, beside the server"]]
+    for result in results:
+        for alone, beside in zip(result["alone"], result["beside"], strict=True):
+            unit = " s" if alone["measure"] in names else " tok/s"
+            rows.append(
+                [
+                    alone["policy"],
+                    names.get(alone["measure"], "raw throughput"),
+                    _interval(alone["real"], unit),
+                    *(_beside_real(one, unit) for one in (alone, beside)),
+                ]
+            )
+    return tables.markdown(rows)
+
+
+def _beside_real(row: Mapping[str, Any], unit: str) -> str:
+    apart = "" if row["overlap"] else " (apart)"
+    return _interval(row["virtual"], unit) + apart
+
+
+def _interval(values: Sequence[float], unit: str) -> str:
+    mean, low, high = values
+    return f"{mean:.2f}{unit} [{low:.2f}, {high:.2f}]"
+
+
 def load(folder: Path, pattern: str) -> list[Record]:
     """The files of `folder` that match, in order of their names. Raises as `read`."""
     return [read(path) for path in sorted(folder.glob(pattern))]

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from build_engines.gpu_memory import GPU_MEMORY
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
@@ -52,7 +54,7 @@ class Gpu:
 H200 = Gpu(
     name="h200",
     tensor_flops=989.5e12,
-    memory_bytes=141e9,
+    memory_bytes=GPU_MEMORY["h200"].memory_bytes,
     memory_bytes_per_s=4.8e12,
     pcie_bytes_per_s=53e9,
     duplex_share=0.85,
@@ -73,7 +75,7 @@ wire. link_bytes_per_s: 376 to 380 GB/s one way is what users of NCCL report for
 RTX_4090 = Gpu(
     name="4090",
     tensor_flops=165.2e12,
-    memory_bytes=24e9,
+    memory_bytes=GPU_MEMORY["4090"].memory_bytes,
     memory_bytes_per_s=1.008e12,
     pcie_bytes_per_s=25e9,
     duplex_share=0.85,
@@ -95,7 +97,7 @@ less than a copy, and a longer latency.
 RTX_A6000 = Gpu(
     name="a6000",
     tensor_flops=154.8e12,
-    memory_bytes=48e9,
+    memory_bytes=GPU_MEMORY["a6000"].memory_bytes,
     memory_bytes_per_s=768e9,
     pcie_bytes_per_s=25e9,
     duplex_share=0.85,

@@ -111,6 +111,35 @@ def test_rate_and_host_change_the_set_up(capsys: pytest.CaptureFixture[str], tra
     assert "--rate cannot change" in message
 
 
+def test_a_file_of_burstgpts_is_sampled_and_read_as_the_set_up_is(tmp_path: Path) -> None:
+    path = tmp_path / "burstgpt.csv"
+    lines = [f"{i},ChatGPT,{100 + i},{20 + i},{120 + 2 * i},Conversation log" for i in range(300)]
+    header = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
+    path.write_text("\n".join([header, *lines]))
+    parsed = argparse.Namespace(trace_in=path, rate=20.0, host_gb=None, seeds=[1, 2])
+    cells = simulate.cells(parsed, ["h200-b"], [("tokenflow", ()), ("fcfs-reserve", ())])
+    works = [cell.requests() for cell in cells]
+    assert works[0] == works[2] != works[1] == works[3]
+    assert len(works[0]) == 200
+    assert all(r.read_rate == 20.0 and r.max_tokens == r.num_prompt_tokens - 80 for r in works[0])
+
+
+def test_what_is_named_twice_is_run_once() -> None:
+    assert simulate.comma_separated("a, b,a") == ["a", "b"]
+    assert sweep.changes_of(["turn_share=0.1,0.10"]) == [(), (("turn_share", 0.1),)]
+
+
+def test_virtual_beside_real_in_the_documents() -> None:
+    row = {"policy": "fcfs", "measure": "ttft_p50_s", "real": [1.0, 0.9, 1.2]}
+    alone = {**row, "virtual": [0.5, 0.4, 0.6], "overlap": False}
+    beside = {**row, "virtual": [1.1, 1.0, 1.3], "overlap": True}
+    table = documents.virtual_real([{"alone": [alone], "beside": [beside]}])
+    assert table.splitlines()[-1] == (
+        "| fcfs | first token, P50 | 1.00 s [0.90, 1.20] | 0.50 s [0.40, 0.60] (apart) "
+        "| 1.10 s [1.00, 1.30] |"
+    )
+
+
 def test_work_goes_out_and_comes_in_again(
     capsys: pytest.CaptureFixture[str], trace: Path, tmp_path: Path
 ) -> None:
