@@ -71,7 +71,6 @@ class TokenflowPolicy:
     write_through_fill: share of the pool that streams fill, from which that is worth while; in a
         burst it always is. write_through_share: share of the time that those copies may take.
     prefetch: bring KV back to the device before its stream is due (KvTiering).
-    prefetch_lead: multiple of the time that bringing it back takes, by which that is begun early.
     """
 
     conservativeness: float = 1.5
@@ -102,7 +101,6 @@ class TokenflowPolicy:
     write_through_fill: float = 0.7
     write_through_share: float = 0.5
     prefetch: bool = True
-    prefetch_lead: float = 2.0
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):

@@ -91,9 +91,9 @@ def _num_kept_on_host(view: View, draft: Draft) -> int:
 def prefetch(view: View, draft: Draft) -> None:
     """Bring the blocks of paused streams that are nearly due back to the device, most urgent first.
 
-    Begun when slack is down to what makes the stream due once its blocks are there, and a multiple
-    of the time that loading them takes, behind the loads of more urgent ones, and two plans: one to
-    order it, one to see that it is done. Blocks on the device of streams that are due earlier are
+    Begun when slack is down to what makes the stream due once its blocks are there, and the time
+    that loading them takes, behind the loads of more urgent ones, and two plans: one to order it,
+    one to see that it is done. Blocks on the device of streams that are due earlier are
     no room.
     """
     snapshot, policy, ways = view.snapshot, view.policy, view.ways
@@ -113,7 +113,7 @@ def prefetch(view: View, draft: Draft) -> None:
         if draft.named(row):
             continue
         queued_s += float(onboard_s[i])
-        if spare_s[i] > policy.prefetch_lead * queued_s + 2 * costs.plan_interval_s:
+        if spare_s[i] > queued_s + 2 * costs.plan_interval_s:
             return
         num_due_blocks += max(0, int(num_on_device[i]))
         if num_blocks and draft.blocks - num_announced - num_due_blocks >= num_blocks:

@@ -253,10 +253,6 @@ VARIANTS: tuple[Variant, ...] = (
                 "KV is brought back before its stream is due",
                 ("no-prefetch", "it is not", {"prefetch": False}),
             ),
-            *_variants(
-                f"begun {_DEFAULT.prefetch_lead:g} times as early as loading takes",
-                ("late-prefetch", "just in time", {"prefetch_lead": 1.0}),
-            ),
         )
     ),
 )

@@ -42,7 +42,7 @@ def check_blocks(
         assert block.ref_count == count, "reference count differs from the references"
     for block in stored:
         _check_stored(block, tokens_per_block)
-        assert tiers.victims.covers(block), "cached block lost"
+    assert tiers.victims.covers(stored), "cached block lost"
     figures = tiers.stats(num_used_blocks)
     num_cached = sum(block.ref_count == 0 and block.slot is not None for block in stored)
     assert figures.num_device_cached_blocks == num_cached

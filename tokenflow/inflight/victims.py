@@ -7,7 +7,7 @@ referenced, or read or written by a copy, is no candidate.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from tokenflow.inflight.reuse_tree import Block, TreeNode
 
@@ -50,10 +50,10 @@ class EvictionQueue:
             heapq.heappop(self._heap)
         return None
 
-    def covers(self, block: Block) -> bool:
-        """True if `block` is queued, or no candidate."""
-        key = self._key(block)
-        return key is None or any(b is block and k == key for k, _, b in self._heap)
+    def covers(self, blocks: Iterable[Block]) -> bool:
+        """True if each of `blocks` is queued, or no candidate."""
+        queued = {(id(block), key) for key, _, block in self._heap}
+        return all(key is None or (id(b), key) in queued for b in blocks for key in [self._key(b)])
 
 
 class Victims:
@@ -81,9 +81,9 @@ class Victims:
                 self.host.offer(node)
                 self.copies.offer(node)
 
-    def covers(self, block: Block) -> bool:
-        """True if `block` is queued wherever it is a candidate."""
-        return all(queue.covers(block) for queue in (self.device, self.host, self.copies))
+    def covers(self, blocks: Sequence[Block]) -> bool:
+        """True if each of `blocks` is queued wherever it is a candidate."""
+        return all(queue.covers(blocks) for queue in (self.device, self.host, self.copies))
 
     def _device_key(self, block: Block) -> VictimKey | None:
         if (
