@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from tokenflow.cli import bench, doctor, model, serve, size
+from tokenflow.cli import bench, build, doctor, model, repo, serve, size
 from tokenflow.errors import TokenFlowError
 
 _DESCRIPTION = """\
@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=version("tokenflow-triton"))
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (doctor, model, serve, bench, size):
+    for module in (doctor, model, serve, bench, size, build, repo):
         module.add_parser(commands)
     return parser
 

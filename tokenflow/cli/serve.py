@@ -7,20 +7,17 @@ ends the command, the server is stopped and its temporary repository removed.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import shlex
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from tokenflow.cli.flags import add_config_flags, config_from_flags
 from tokenflow.cli.model import ensure_model
+from tokenflow.cli.signals import termination_as_ctrl_c
 from tokenflow.config import ServingConfig
 from tokenflow.errors import ConfigError
 from tokenflow.progress import Waiting
@@ -77,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check_model_path(config)
     if not config.gpt_model_path and config.engine == "inflight":
         config = config_from_flags(arguments, gpt_model_path=str(ensure_model()))
-    with tempfile.TemporaryDirectory(prefix="tokenflow-serve-") as scratch, _sigterm_as_ctrl_c():
+    with tempfile.TemporaryDirectory(prefix="tokenflow-serve-") as scratch, termination_as_ctrl_c():
         server = TritonServer(
             render_repository(config, Path(scratch) / "repository"),
             ports=ports,
@@ -152,17 +149,3 @@ def _show_log(server: TritonServer) -> None:
             if not running:
                 return
             time.sleep(_LOG_POLL_S)
-
-
-@contextlib.contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """Let SIGTERM end the command as Ctrl-C does, so that the server is stopped in order."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
