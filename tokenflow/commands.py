@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from tokenflow.adapters import Adapters
 from tokenflow.answers import Answers
-from tokenflow.errors import EngineError, InternalError
+from tokenflow.errors import EngineError, InternalError, InvalidRequestError
 from tokenflow.executor.api import Executor, KvCacheRetentionConfig
 from tokenflow.preemption import engine_request
 from tokenflow.retention import PromptBeginnings, retention_config
@@ -26,6 +27,7 @@ class EngineCommands:
     """Commands to the executor.
 
     beginnings: what prompts have in common; None: requests do not say what their blocks are worth.
+    adapters: the LoRA adapters that the engine has.
     is_up: False between the loss of an engine and the start of the next one.
     """
 
@@ -45,6 +47,7 @@ class EngineCommands:
         self._tiering = tiering
         self._beginnings = beginnings
         self._last_progress_time = float("-inf")
+        self.adapters = Adapters()
         self.is_up = True
 
     def takes_requests(self) -> bool:
@@ -61,6 +64,7 @@ class EngineCommands:
         """The engine is gone: nothing is asked until there is the next one."""
         self.is_up = False
         self._tiering.lost()
+        self.adapters.lost()
 
     @property
     def has_tiering(self) -> bool:
@@ -144,12 +148,13 @@ class EngineCommands:
                 s.handle,
                 self._table.max_tokens_to_enqueue(s),
                 self._retention(s),
+                self.adapters.to_enqueue(s),
             )
             for s in sessions
         ]
         try:
             ids = self._executor.enqueue_requests(requests)
-        except (RuntimeError, EngineError) as error:
+        except (RuntimeError, EngineError, InvalidRequestError) as error:
             return error
         for session, executor_request_id in zip(sessions, ids, strict=True):
             resumed = session.state is _S.PREEMPTED
@@ -166,7 +171,9 @@ class EngineCommands:
             return None
         request = session.request
         if session.output_token_ids:  # who came since counts too
-            num_shared = self._beginnings.num_shared(request.input_token_ids, request.cache_salt_id)
+            num_shared = self._beginnings.num_shared(
+                request.input_token_ids, request.cache_salt_id, request.lora_task_id
+            )
             session.num_shared_tokens = max(session.num_shared_tokens, num_shared)
         num_left = request.max_tokens - len(session.output_token_ids)
         return retention_config(

@@ -19,6 +19,7 @@ from tokenflow.executor.api import (
     KvCacheConfig,
     SchedulerConfig,
 )
+from tokenflow.executor.trtllm_engine import LIMITS, built_limits
 
 OFFLOAD_MIN_PRIORITY = 30
 """Retention priority from which the engine finds a block worth a host block."""
@@ -48,9 +49,11 @@ class ServingConfig:
 
     # engine
     engine: str = _field(
-        "inflight", "engine behind the executor surface", choices=("inflight", "scripted")
+        "inflight", "engine behind the executor surface", choices=("inflight", "scripted", "trtllm")
     )
-    gpt_model_path: str = _field("", "Hugging Face checkpoint folder that the engine loads")
+    gpt_model_path: str = _field(
+        "", "what the engine loads: a Hugging Face checkpoint folder; trtllm: a built engine's"
+    )
     tokenizer_dir: str = _field("", "folder with tokenizer.json (default: gpt_model_path)")
     dtype: str = _field("bfloat16", "weights and KV", choices=("bfloat16", "float32"))
     device: str = _field("cpu", "where the model runs", choices=("cpu", "cuda"))
@@ -59,12 +62,53 @@ class ServingConfig:
     )
     engine_process: bool = _field(True, "run the engine in a process of its own")
     scripted_step_s: float = _field(0.0, "scripted engine: seconds of one step", low=0, high=60)
+    gpu_device_ids: str = _field(
+        "", "trtllm: GPU of each rank, between commas (empty = the first ones)"
+    )
+    num_nodes: int = _field(
+        1, "trtllm: machines of the engine (several: under mpirun)", low=1, high=1024
+    )
+    executor_worker_path: str = _field(
+        "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker",
+        "trtllm: program of the workers of an engine of several ranks on one machine",
+    )
+    lora_cache_optimal_adapter_size: int = _field(
+        8, "trtllm: adapter size (rank) that pages of the LoRA cache fit best", low=1, high=4096
+    )
+    lora_cache_max_adapter_size: int = _field(
+        64, "trtllm: largest adapter size (rank) that the LoRA cache takes", low=1, high=4096
+    )
+    lora_cache_gpu_memory_fraction: float = _field(
+        0.0,
+        "trtllm: share of the GPU memory left after engine and KV for the LoRA cache "
+        "(0 = TensorRT-LLM's default)",
+        low=0,
+        high=0.99,
+    )
+    lora_cache_host_memory_bytes: int = _field(
+        0, "trtllm: host LoRA cache, bytes (0 = TensorRT-LLM's default)", low=0, high=1 << 44
+    )
+    lora_prefetch_dir: str = _field(
+        "", "trtllm: folder of LoRA adapters that are loaded with the engine (empty = none)"
+    )
     # engine limits
     max_batch_size: int = _field(8, "sequences in a batch", low=1, high=4096)
     max_num_tokens: int = _field(512, "tokens computed in one iteration", low=16, high=1 << 20)
     max_seq_len: int = _field(2048, "prompt and output of one request, tokens", low=2, high=1 << 24)
     tokens_per_block: int = _field(32, "tokens in a KV block", low=1, high=1024)
-    max_tokens_in_paged_kv_cache: int = _field(8192, "device KV pool, tokens", low=2, high=1 << 30)
+    max_tokens_in_paged_kv_cache: int = _field(
+        8192,
+        "device KV pool, tokens (trtllm: 0 = what kv_cache_free_gpu_mem_fraction gives)",
+        low=0,
+        high=1 << 30,
+    )
+    kv_cache_free_gpu_mem_fraction: float = _field(
+        0.9,
+        "trtllm: share of the GPU memory that is free after the engine is loaded for the device "
+        "KV pool, at most",
+        low=0.01,
+        high=0.99,
+    )
     batch_scheduler_policy: str = _field(
         "auto",
         "how the engine takes blocks: the whole length at the start, or as they are needed "
@@ -171,7 +215,14 @@ class ServingConfig:
                 "kv_tiering",
                 "needs scheduling_policy tokenflow: nobody else says what is to be copied",
             )
-        if self.max_tokens_in_paged_kv_cache < self.tokens_per_block:
+        if self.lora_cache_optimal_adapter_size > self.lora_cache_max_adapter_size:
+            raise ConfigError(
+                "lora_cache_optimal_adapter_size",
+                f"{self.lora_cache_optimal_adapter_size} is more than lora_cache_max_adapter_size "
+                f"{self.lora_cache_max_adapter_size}",
+            )
+        is_engines_own = self.engine == "trtllm" and not self.max_tokens_in_paged_kv_cache
+        if self.max_tokens_in_paged_kv_cache < self.tokens_per_block and not is_engines_own:
             raise ConfigError(
                 "max_tokens_in_paged_kv_cache",
                 f"holds no block of {self.tokens_per_block} tokens",
@@ -211,7 +262,9 @@ def parse_parameters(parameters: Mapping[str, str]) -> ServingConfig:
     """Build a config from strings (config.pbtxt parameters, flags, environment of the engine).
 
     An empty value or an unfilled `${...}` placeholder means the default, as in
-    tensorrtllm_backend. Raises ConfigError naming the key for anything unknown or malformed.
+    tensorrtllm_backend; with engine trtllm the limits that are left out are those that the engine
+    was built for, and its KV pool is as large as it gets. Raises ConfigError naming the key for
+    anything unknown or malformed.
     """
     kinds = get_type_hints(ServingConfig)
     values: dict[str, Any] = {}
@@ -221,6 +274,10 @@ def parse_parameters(parameters: Mapping[str, str]) -> ServingConfig:
         if text == "" or text.startswith("${"):
             continue
         values[key] = _parse(key, text, kinds[key])
+    if values.get("engine") == "trtllm":
+        values.setdefault("max_tokens_in_paged_kv_cache", 0)
+        if not values.keys() >= set(LIMITS):
+            values = {**built_limits(values.get("gpt_model_path", "")), **values}
     return ServingConfig(**values)
 
 

@@ -7,6 +7,8 @@ starts. Invariant: between the two nothing is asked of an engine and nothing is 
 
 from __future__ import annotations
 
+import dataclasses
+
 from tokenflow.answers import Answers
 from tokenflow.commands import EngineCommands
 from tokenflow.config import ServingConfig
@@ -70,8 +72,11 @@ class EngineSide:
     def arrived(self, session: Session, now: float) -> None:
         """A request was taken in."""
         request = session.request
+        if request.lora_config is not None:
+            lora = self.commands.adapters.keep(request.lora_config)
+            session.request = request = dataclasses.replace(request, lora_config=lora)
         session.num_shared_tokens = self._beginnings.observe(
-            request.input_token_ids, request.cache_salt_id
+            request.input_token_ids, request.cache_salt_id, request.lora_task_id
         )
         self.snapshots.arrived(session, now)
 

@@ -117,9 +117,20 @@ class EngineFeedback:
         if not self._commands.takes_requests():
             self._recovery.lost(session, message, now)
             return
+        if not session.answered and self._commands.adapters.can_send_again(session, message):
+            self._start_again(session, now)
+            return
         if not session.answered:
             self._answers.failed(session, message, now)
         self._table.transition(session, _S.FINISHED, now)
+
+    def _start_again(self, session: Session, now: float) -> None:
+        """The engine did nothing for the enqueue; the session is what it was before."""
+        if session.state is _S.PREFILLING:
+            self._table.transition(session, _S.WAITING, now)
+            return
+        self._table.transition(session, _S.PREEMPTED, now)
+        self._whereabouts.paused(session)
 
     def _on_result(self, session: Session, result: Result, now: float) -> None:
         token_ids = result.output_token_ids[0] if result.output_token_ids else []
@@ -169,6 +180,7 @@ class EngineFeedback:
             )
         self._table.transition(session, _S.RUNNING, now)
         self._whereabouts.running(session)
+        self._commands.adapters.answered(session)
         self._answers.trace("resumed" if resumed else "first_token", session, now)
         self._changed = True
 

@@ -103,7 +103,10 @@ class KvMirror:
 
     def _on_stored(self, data: KVCacheStoredData) -> None:
         tree = self._tree
-        parent = tree.root if data.parent_hash is None else tree.get(data.parent_hash)
+        if data.parent_hash is not None:
+            parent = tree.get(data.parent_hash)
+        else:
+            parent = tree.root_of(data.blocks[0].lora_id if data.blocks else None)
         for block in data.blocks:
             if parent is None:
                 return  # it hangs under something that was missed
@@ -158,14 +161,16 @@ class KvMirror:
 
     # -- questions -----------------------------------------------------------------------------
 
-    def locate(self, token_ids: Sequence[int]) -> KvLocation:
-        """Where the KV of the beginning of `token_ids` is."""
-        return self._tree.follow(token_ids)[0]
+    def locate(self, token_ids: Sequence[int], lora_id: int | None = None) -> KvLocation:
+        """Where the KV of the beginning of `token_ids` is, computed with that LoRA adapter."""
+        return self._tree.follow(token_ids, lora_id)[0]
 
-    def watch(self, handle: int, token_ids: Sequence[int]) -> KvLocation:
+    def watch(
+        self, handle: int, token_ids: Sequence[int], lora_id: int | None = None
+    ) -> KvLocation:
         """Where it is, and from now on whether that changes; replaces an earlier watch."""
         self.unwatch(handle)
-        location, anchors, key = self._tree.follow(token_ids)
+        location, anchors, key = self._tree.follow(token_ids, lora_id)
         for node in anchors:
             node.watches.add(handle, key)
         self._anchors[handle] = anchors

@@ -3,10 +3,11 @@
 Owns the nodes, their names and their counts; who is to be told of a change is kv_mirror.py's.
 
 Facts it rests on: a block is found under its parent by exactly the tokens it holds, and only a
-block of `tokens_per_block` tokens has others below it. Events carry no salt, so equal tokens under
-one parent may be there twice, for two salts; the least favourable counts. Blocks that share a
-beginning with the tokens and then differ are left out, although an engine may reuse a part of one:
-less than a block is understated.
+block of `tokens_per_block` tokens has others below it. Events tell which LoRA adapter a block was
+computed with, so each has a root of its own. They carry no salt, so equal tokens under one parent
+may be there twice, for two salts; the least favourable counts. Blocks that share a beginning with
+the tokens and then differ are left out, although an engine may reuse a part of one: less than a
+block is understated.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class MirrorTree:
         self._nodes: dict[int, Node] = {}
         self._num_blocks = [0, 0]
         self.root = Node(None, None)
+        self._roots: dict[int | None, Node] = {None: self.root}
         self.num_copied_blocks = 0
 
     def __len__(self) -> int:
@@ -73,6 +75,10 @@ class MirrorTree:
     def num_host_blocks(self) -> int:
         """See the class."""
         return self._num_blocks[HOST_LEVEL]
+
+    def root_of(self, lora_id: int | None) -> Node:
+        """The root of what a LoRA adapter computed; None: of what was computed without one."""
+        return self._roots.setdefault(lora_id, Node(None, None))
 
     def get(self, block_hash: int) -> Node | None:
         """The block of that name."""
@@ -119,11 +125,13 @@ class MirrorTree:
         self.num_copied_blocks += has_host_copy - node.has_host_copy
         node.has_host_copy = has_host_copy
 
-    def follow(self, token_ids: Sequence[int]) -> tuple[KvLocation, list[Node], TokenKey]:
+    def follow(
+        self, token_ids: Sequence[int], lora_id: int | None = None
+    ) -> tuple[KvLocation, list[Node], TokenKey]:
         """Where the KV of the beginning of `token_ids` is, the last whole blocks of the way (one
         for each salt) and the tokens that were looked for below them."""
         size = self._tokens_per_block
-        nodes, start = [self.root], 0
+        nodes, start = [self.root_of(lora_id)], 0
         counter = _LocationCounter()
         while True:
             key = tuple(token_ids[start : start + size])

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import msgspec
 
 from tokenflow.executor.api import KvCacheRetentionConfig, OutputConfig, Request
+from tokenflow.executor.lora import LoraConfig
 from tokenflow.types import GenerateRequest
 
 _MASK = (1 << 64) - 1
@@ -119,11 +120,13 @@ def engine_request(
     client_id: int,
     max_tokens: int | None = None,
     retention: KvCacheRetentionConfig | None = None,
+    lora_config: LoraConfig | None = None,
 ) -> Request:
     """What to enqueue so that the request goes on after `output_token_ids` (empty at its start).
 
     max_tokens: of this enqueue (a lease); None = all that is left.
     retention: what its blocks are worth (retention.py); None = the engine's default.
+    lora_config: how its LoRA adapter is named (adapters.py); None = as in `request`.
 
     Always streaming: a cancelled non-streaming request would lose every token (executor surface).
     Perf metrics are always asked for; they say how much of a resume was reused.
@@ -159,4 +162,5 @@ def engine_request(
         client_id=client_id,
         priority=request.priority,
         cache_salt_id=request.cache_salt_id,
+        lora_config=request.lora_config if lora_config is None else lora_config,
     )

@@ -83,11 +83,16 @@ class PromptBeginnings:
         self._max_blocks = max_blocks
         self._is_shared: OrderedDict[int, bool] = OrderedDict()
 
-    def observe(self, token_ids: Sequence[int], cache_salt_id: int | None) -> int:
+    def observe(
+        self,
+        token_ids: Sequence[int],
+        cache_salt_id: int | None,
+        lora_task_id: int | None = None,
+    ) -> int:
         """A request with this prompt came: how many of its leading tokens, in whole blocks, an
         earlier one began with too."""
         num_shared = 0
-        for end, chain in self._blocks(token_ids, cache_salt_id):
+        for end, chain in self._blocks(token_ids, cache_salt_id, lora_task_id):
             is_known = chain in self._is_shared
             if is_known and end == num_shared + self._tokens_per_block:
                 num_shared = end
@@ -97,11 +102,16 @@ class PromptBeginnings:
             self._is_shared.popitem(last=False)
         return num_shared
 
-    def num_shared(self, token_ids: Sequence[int], cache_salt_id: int | None) -> int:
+    def num_shared(
+        self,
+        token_ids: Sequence[int],
+        cache_salt_id: int | None,
+        lora_task_id: int | None = None,
+    ) -> int:
         """Of a prompt that was observed: how many of its leading tokens, in whole blocks, another
         request began with too, before it or since."""
         num_shared = 0
-        for end, chain in self._blocks(token_ids, cache_salt_id):
+        for end, chain in self._blocks(token_ids, cache_salt_id, lora_task_id):
             if not self._is_shared.get(chain):
                 break
             self._is_shared.move_to_end(chain)
@@ -109,11 +119,12 @@ class PromptBeginnings:
         return num_shared
 
     def _blocks(
-        self, token_ids: Sequence[int], cache_salt_id: int | None
+        self, token_ids: Sequence[int], cache_salt_id: int | None, lora_task_id: int | None
     ) -> Iterator[tuple[int, int]]:
         """(end in tokens, hash of everything up to there) of each whole block."""
         size = self._tokens_per_block
-        chain = hash((cache_salt_id is None, cache_salt_id or 0))
+        owner = (cache_salt_id, lora_task_id)  # KV is shared only with the same of both
+        chain = hash(tuple(part for id in owner for part in (id is None, id or 0)))
         for end in range(size, len(token_ids) + 1, size):
             chain = hash((chain, tuple(token_ids[end - size : end])))
             yield end, chain

@@ -52,6 +52,7 @@ class Session:
     hold_time: when the hold that is on, or the last one, began; hold_end_time: when it ended.
     held_s: length of all holds that have ended.
     answered: the client already got its end; what the engine still says is discarded.
+    names_lora_only: its last enqueue named its LoRA adapter without the weights.
     """
 
     handle: int
@@ -82,6 +83,7 @@ class Session:
     hold_end_time: float = float("-inf")
     held_s: float = 0.0
     answered: bool = False
+    names_lora_only: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -19,6 +19,7 @@ from tokenflow.executor.api import (
     OutputConfig,
     SamplingConfig,
 )
+from tokenflow.executor.lora import LoraConfig
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -66,6 +67,7 @@ class GenerateRequest:
     streaming: deliver tokens as they come; False = one response at the end.
     timeout_s: longest time from arrival to the end, pauses included; then the request ends with
         what it has (EndReason.TIMEOUT).
+    lora_config: its LoRA adapter, with weights or by the id alone; None = the plain model.
     """
 
     request_id: str
@@ -84,6 +86,12 @@ class GenerateRequest:
     streaming: bool = True
     cache_salt_id: int | None = None
     timeout_s: float | None = None
+    lora_config: LoraConfig | None = None
+
+    @property
+    def lora_task_id(self) -> int | None:
+        """Of its LoRA adapter; KV of another one, or of none, is never its own."""
+        return None if self.lora_config is None else self.lora_config.task_id
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):

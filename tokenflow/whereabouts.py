@@ -124,7 +124,8 @@ class KvWhereabouts:
         self._leave(session.handle)
         num_found = session.num_shared_tokens
         if session.output_token_ids:
-            num_found = self._mirror.locate(session.token_ids).num_device_blocks
+            lora_id = session.request.lora_task_id
+            num_found = self._mirror.locate(session.token_ids, lora_id).num_device_blocks
             num_found *= self._tokens_per_block
         self._starting[session.handle] = self._table.num_blocks(session.num_tokens - num_found)
 
@@ -184,7 +185,7 @@ class KvWhereabouts:
             self._looked_at(session.handle, location)
             self._keep(session, location)
         elif session.state in IN_ENGINE and self._watches_running:
-            location = self._mirror.watch(session.handle, session.token_ids)
+            location = self._watch(session)
             self._table.set_copied(session, location.num_copied_blocks)
         else:
             self._leave(session.handle)
@@ -219,12 +220,16 @@ class KvWhereabouts:
         )
         if self._events is None:
             return estimated
-        mirrored = self._mirror.watch(session.handle, session.token_ids)
+        mirrored = self._watch(session)
         if self._has_salts:
             return min(mirrored, estimated, key=lambda location: location.num_tokens)
         if self._mirror.is_complete or mirrored.num_tokens >= estimated.num_tokens:
             return mirrored
         return estimated
+
+    def _watch(self, session: Session) -> KvLocation:
+        lora_id = session.request.lora_task_id
+        return self._mirror.watch(session.handle, session.token_ids, lora_id)
 
     def _look_again(self) -> None:
         for session in self._table:

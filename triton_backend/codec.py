@@ -41,6 +41,7 @@ from tokenflow.executor.api import (
 from tokenflow.types import GenerateRequest
 from triton_backend.fields import Fields, Tensor, check_number
 from triton_backend.inputs import refuse_unknown, refuse_unsupported
+from triton_backend.lora import read_lora
 from triton_backend.sampling import read_sampling
 from triton_backend.text import TextTokenizer
 from triton_backend.words import read_bad_words, read_embedding_bias, read_words
@@ -111,6 +112,7 @@ def parse_request(
         stop_words=tuple((token_id,) for token_id in engine_stops),
         bad_words=read_bad_words(fields, tokenizer),
         embedding_bias=read_embedding_bias(fields, tokenizer),
+        lora_config=read_lora(fields, config),
         read_rate=read_rate,
         has_reader=has_reader,
         priority=_priority(fields, parameters),

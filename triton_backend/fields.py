@@ -17,7 +17,9 @@ from tokenflow.errors import InvalidRequestError
 
 Tensor = npt.NDArray[Any]
 
-_KIND_NAMES = {"O": "BYTES", "?": "BOOL", "i": "INT32", "f": "FP32", "Q": "UINT64"}
+_KIND_NAMES = {
+    "O": "BYTES", "?": "BOOL", "i": "INT32", "f": "FP32", "Q": "UINT64", "e": "FP16",
+}  # fmt: skip
 
 
 class Fields:
@@ -86,11 +88,24 @@ class Fields:
             raise InvalidRequestError(name, "must hold finite numbers")
         return tuple(tensor.reshape(-1).tolist())
 
+    def matrix(self, name: str, kind: str, num_columns: int | None = None) -> Tensor:
+        """An array of [1, rows, columns], which is there and not empty, as [rows, columns].
+        kind: i (INT32) or e (FP16). num_columns: None = any."""
+        tensor = self._tensor(name, kind)
+        if tensor is None or tensor.ndim != 3 or num_columns not in (None, tensor.shape[2]):
+            shape = None if tensor is None else list(tensor.shape)
+            wanted = "columns" if num_columns is None else num_columns
+            raise InvalidRequestError(name, f"must be of shape [1, rows, {wanted}], got {shape}")
+        matrix: Tensor = tensor[0]
+        return matrix
+
     def _tensor(self, name: str, kind: str) -> Tensor | None:
         tensor = self._tensors.get(name)
         if tensor is None:
             return None
-        expected = np.dtype({"i": "int32", "f": "float32", "Q": "uint64"}.get(kind, kind))
+        expected = np.dtype(
+            {"i": "int32", "f": "float32", "Q": "uint64", "e": "float16"}.get(kind, kind)
+        )
         if tensor.dtype != expected:
             raise InvalidRequestError(
                 name, f"must be {_KIND_NAMES[kind]}, got an array of {tensor.dtype}"

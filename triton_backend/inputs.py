@@ -39,7 +39,7 @@ _KNOWN_PREFIXES = ("triton_", "x-", "traceparent", "tracestate")
 
 _NEUTRAL_LENGTH_PENALTIES = (0.0, 1.0)  # it weighs beams against each other; there is one
 _ONLY_EMPTY_TEXTS = ("decoder_text_input", "guided_decoding_guide_type", "guided_decoding_guide")
-_ONLY_EMPTY = ("prompt_embedding_table", "lora_task_id", "lora_weights", "lora_config")
+_ONLY_EMPTY = ("prompt_embedding_table",)
 _ONLY_FALSE = ("return_context_logits", "return_generation_logits", "return_perf_metrics")
 _ONLY_INTEGER = {"beam_width": 1, "num_return_sequences": 1, "prompt_vocab_size": 0}
 

@@ -21,11 +21,12 @@ import triton_python_backend_utils as pb_utils
 from tokenflow.clock import MonotonicClock
 from tokenflow.config import ServingConfig, parse_parameters
 from tokenflow.errors import ConfigError, InvalidRequestError, TokenFlowError
-from tokenflow.executor.factory import start_engine
+from tokenflow.executor.factory import served_config, start_engine
 from tokenflow.executor.supervisor import EngineSupervisor
 from tokenflow.runtime import Runtime
 from tokenflow.trace import JsonLinesTracer
 from triton_backend.metrics_export import MetricsExporter
+from triton_backend.repository import require_one_instance
 from triton_backend.senders import Sender
 from triton_backend.service import TextService, load_tokenizer
 from triton_backend.triton_io import TritonChannel, metric_kinds, read_request
@@ -90,6 +91,7 @@ class TritonPythonModel:
             raise ConfigError(
                 "model_transaction_policy", "this model streams; it must say decoupled: true"
             )
+        require_one_instance(model_config)
         config = parse_parameters(_own_parameters(model_config))
         tokenizer = load_tokenizer(config)
         self._tracer = _open_tracer(config)
@@ -101,6 +103,7 @@ class TritonPythonModel:
             clock=clock,
         )
         try:
+            config = served_config(config, self._engine.executor)
             sender = Sender(
                 clock,
                 poll_period_s=config.cancellation_check_period_ms / 1000,

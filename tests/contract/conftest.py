@@ -45,6 +45,12 @@ def _params(engines: Iterable[Engine]) -> list[Any]:
     return [pytest.param(e, id=e.name, marks=[pytest.mark.torch] * e.is_torch) for e in engines]
 
 
+def skip_without_tiering(engine: Engine, kv_tiering: bool) -> None:
+    """A test that moves KV is for engines that can be told to."""
+    if kv_tiering and not engine.has_tiering:
+        pytest.skip("this engine moves KV by itself only")
+
+
 BOUNDED = _params(engine for engine in ENGINES if engine.create_bounded is not None)
 
 

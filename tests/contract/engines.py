@@ -17,10 +17,14 @@ from pathlib import Path
 import msgspec
 
 from tests.contract.client import Output
+from tests.trtllm_double.bindings import make_module
+from tests.trtllm_double.folder import Behind, write_engine
 from tokenflow.config import ServingConfig
 from tokenflow.executor.api import Executor
 from tokenflow.executor.channel import EngineInfo
 from tokenflow.executor.factory import GatedRunner
+from tokenflow.executor.trtllm import create_trtllm_engine
+from tokenflow.executor.trtllm_engine import LIMITS
 from tokenflow.inflight.executor import InflightExecutor
 from tokenflow.inflight.runner import Runner
 from tokenflow.inflight.scripted_runner import ScriptedRunner
@@ -34,7 +38,11 @@ LOG_PROB_TOLERANCE = 1e-3
 @dataclass(frozen=True)
 class Engine:
     """vocab_size: prompts use ids below it. create_bounded: with `max_queue_size` for the engine's
-    own queue, or None where it cannot be set. script: the oracle, where tokens come from one."""
+    own queue, or None where it cannot be set. script: the oracle, where tokens come from one.
+
+    What TensorRT-LLM's Executor does not do: has_tiering, KV moves when it is told to;
+    tells_partial_blocks, how many tokens of a partial block were reused, and how many blocks came
+    from the host; cancels_at_once, also before the first token."""
 
     name: str
     vocab_size: int
@@ -43,6 +51,9 @@ class Engine:
     create_bounded: Callable[[ServingConfig, int], Executor] | None = None
     script: Script | None = None
     is_torch: bool = False
+    has_tiering: bool = True
+    tells_partial_blocks: bool = True
+    cancels_at_once: bool = True
 
 
 def same_exactly(a: Output, b: Output) -> bool:
@@ -126,6 +137,39 @@ def _torch_remote(config: ServingConfig) -> Executor:
     return RemoteExecutor(_torch_config(config))
 
 
+@functools.cache
+def _engine_folders() -> tempfile.TemporaryDirectory[str]:
+    """Kept until the interpreter ends."""
+    return tempfile.TemporaryDirectory(prefix="tokenflow-contract-")
+
+
+def trtllm_config(config: ServingConfig, runner: str = "scripted") -> ServingConfig:
+    """`config` for the double of TensorRT-LLM, with an engine built for its limits."""
+    behind = Behind(
+        runner=runner, script="pseudo_random", vocab_size=VOCAB, step_s=config.scripted_step_s
+    )
+    limits = {name: getattr(config, name) for name in LIMITS}
+    name = f"{abs(hash((behind, *limits.values()))):x}"
+    folder = write_engine(Path(_engine_folders().name, name), behind, **limits)
+    return replace(config, engine="trtllm", gpt_model_path=str(folder))
+
+
+def trtllm_in_process(
+    config: ServingConfig, max_queue_size: int | None = None, runner: str = "scripted"
+) -> Executor:
+    config = trtllm_config(config, runner)
+    limits = msgspec.structs.replace(config.executor_config(), max_queue_size=max_queue_size)
+    return create_trtllm_engine(
+        config,
+        lambda fraction, text: None,
+        bindings=make_module(),
+        limits=limits,
+        lock_folder=Path(_engine_folders().name),
+    )
+
+
+_AS_TRTLLM = {"has_tiering": False, "tells_partial_blocks": False, "cancels_at_once": False}
+
 ENGINES = (
     Engine(
         "scripted",
@@ -138,4 +182,13 @@ ENGINES = (
     Engine("scripted-remote", VOCAB, _scripted_remote, same_exactly, script=SCRIPT),
     Engine("torch", 384, _torch_in_process, same_in_float32, _torch_in_process, is_torch=True),
     Engine("torch-remote", 384, _torch_remote, same_in_float32, is_torch=True),
+    Engine(
+        "trtllm",
+        VOCAB,
+        trtllm_in_process,
+        same_exactly,
+        trtllm_in_process,
+        script=SCRIPT,
+        **_AS_TRTLLM,
+    ),
 )

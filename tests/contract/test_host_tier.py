@@ -7,6 +7,7 @@ import time
 import pytest
 
 from tests.contract.client import WAIT_S
+from tests.contract.conftest import skip_without_tiering
 from tests.contract.engines import Engine
 from tokenflow.executor.api import (
     FinishReason,
@@ -57,6 +58,7 @@ def _drive_out(client, salt: int, tiering) -> None:
 def test_streams_that_were_on_the_host_go_on_as_if_they_had_stayed(
     engine: Engine, client_with, kv_tiering: bool
 ) -> None:
+    skip_without_tiering(engine, kv_tiering)
     client = client_with(**TIERS, kv_tiering=kv_tiering)
     tiering = client.executor.get_kv_tiering()
     assert (tiering is not None) == kv_tiering
@@ -88,7 +90,11 @@ def test_streams_that_were_on_the_host_go_on_as_if_they_had_stayed(
             metrics = output.final.result.request_perf_metrics
             if part:
                 assert metrics.num_reused_tokens == len(known[i]) - 1
-                if kv_tiering and i == 1:
+                if not engine.tells_partial_blocks:
+                    assert metrics.kv_cache_metrics.num_reused_blocks == -(
+                        -(len(known[i]) - 1) // 8
+                    )
+                elif kv_tiering and i == 1:
                     assert metrics.num_onboarded_blocks == 0, "the prefetch did not bring it back"
                 else:
                     num_blocks = -(-(len(known[i]) - 1) // 8)

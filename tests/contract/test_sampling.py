@@ -2,7 +2,8 @@
 
 Greedy requests with every feature: unpaused equals paused. Drawn ones get another seed at a resume,
 so what is compared is each part with what a fresh request with that prompt and seed gives. Besides
-the engines of the suite runs one whose logits come from a script and whose sampler is the real one.
+the engines of the suite run two whose logits come from a script and whose sampler is the real one:
+one used directly, and one behind the adapter of TensorRT-LLM.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ import pytest
 
 from tests.contract.client import Client, Output
 from tests.contract.conftest import PAUSING, WIDE, _params
-from tests.contract.engines import ENGINES, VOCAB, Engine, in_process, same_exactly
+from tests.contract.engines import (
+    ENGINES,
+    VOCAB,
+    Engine,
+    in_process,
+    same_exactly,
+    trtllm_in_process,
+)
 from tests.contract.stories import Story, run_stories
 from tokenflow.config import ServingConfig
 from tokenflow.executor.api import Executor, FinishReason, OutputConfig, SamplingConfig
@@ -35,9 +43,20 @@ def _logits_engine(config: ServingConfig) -> Executor:
 
 
 LOGITS = Engine("logits", VOCAB, _logits_engine, same_exactly)
-LOGITS_PARAM = pytest.param(LOGITS, id="logits", marks=pytest.mark.torch)
-ALL_ENGINES = [*_params(ENGINES), LOGITS_PARAM]
-SAMPLING_ENGINES = [*_params(e for e in ENGINES if e.name == "torch"), LOGITS_PARAM]
+# With the script alone nothing would be seen of what is lost on the way to TensorRT-LLM.
+TRTLLM_LOGITS = replace(
+    next(engine for engine in ENGINES if engine.name == "trtllm"),
+    name="trtllm-logits",
+    create=lambda config: trtllm_in_process(config, runner="logits"),
+    create_bounded=None,
+    script=None,
+)
+WITH_LOGITS = (LOGITS, TRTLLM_LOGITS)
+LOGITS_PARAMS = [
+    pytest.param(engine, id=engine.name, marks=pytest.mark.torch) for engine in WITH_LOGITS
+]
+ALL_ENGINES = [*_params(e for e in ENGINES if e.name != "trtllm"), *LOGITS_PARAMS]
+SAMPLING_ENGINES = [*_params(e for e in ENGINES if e.name == "torch"), *LOGITS_PARAMS]
 on_all_engines = pytest.mark.parametrize("engine", ALL_ENGINES, indirect=True, scope="session")
 on_sampling_engines = pytest.mark.parametrize(
     "engine", SAMPLING_ENGINES, indirect=True, scope="session"
@@ -190,7 +209,7 @@ def test_paused_equals_unpaused(engine, client_with, name):
     elif engine.script is not None:
         assert whole.token_ids == plain
     check_bans(fields, whole.token_ids)
-    if engine is LOGITS:
+    if engine in WITH_LOGITS:
         check_logits(generate_request(client, **fields), whole)
     if feature.ends:
         assert whole.reason is FinishReason.STOP_WORDS

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenflow.executor.api import OutputConfig, Request, SamplingConfig
+from tokenflow.executor.lora import LoraConfig
 from tokenflow.preemption import derive_seed, engine_request, unpausable_reason
 from tokenflow.types import GenerateRequest
 
@@ -27,6 +28,7 @@ def make_request(**changes: object) -> GenerateRequest:
         "bad_words": ((9,),),
         "priority": 0.8,
         "cache_salt_id": 3,
+        "lora_config": LoraConfig(task_id=4),
     }
     return GenerateRequest(**{**fields, **changes})  # type: ignore[arg-type]
 
@@ -48,7 +50,8 @@ def test_a_resume_keeps_every_field_and_lowers_the_limits() -> None:
     assert resumed.sampling_config.min_tokens == 2
     assert first.sampling_config.seed == 11
     assert resumed.sampling_config.seed not in (None, 11)
-    for name in ("end_id", "stop_words", "bad_words", "priority", "cache_salt_id", "client_id"):
+    for name in ("end_id", "stop_words", "bad_words", "priority", "cache_salt_id", "client_id",
+                 "lora_config"):  # fmt: skip
         assert getattr(first, name) == getattr(resumed, name)
     for name in ("top_k", "temperature", "repetition_penalty"):
         assert getattr(resumed.sampling_config, name) == getattr(request.sampling_config, name)

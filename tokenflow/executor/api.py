@@ -35,6 +35,7 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from tokenflow.executor.kv_api import KVCacheEventManager, KvTiering, KvTierStats
+from tokenflow.executor.lora import LoraConfig
 
 
 class FinishReason(enum.IntEnum):
@@ -178,6 +179,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: token sequences that never come; the last token of each is what is kept from coming.
     embedding_bias: (token id, value added to its logit), each id once. The binding takes a tensor
         of the vocabulary's size; few of its values are ever set.
+    lora_config: its LoRA adapter (lora.py); an engine without LoRA answers with an error.
     """
 
     input_token_ids: tuple[int, ...]
@@ -194,6 +196,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     client_id: int | None = None
     priority: float = 0.5
     cache_salt_id: int | None = None
+    lora_config: LoraConfig | None = None
 
     def __post_init__(self) -> None:
         if not self.input_token_ids:

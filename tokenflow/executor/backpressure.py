@@ -21,8 +21,9 @@ from tokenflow.executor.api import IterationStats, Response
 from tokenflow.executor.channel import MAX_MESSAGE_BYTES, FromHost, Iteration, encode
 from tokenflow.executor.kv_api import KVCacheEvent
 
-MAX_BACKLOG_BYTES = 64 << 20
-HINT_SHARE = 1 / 16
+MAX_BACKLOG_BYTES = 4 * MAX_MESSAGE_BYTES
+"""Room for a few requests that bring LoRA weights at the same time."""
+HINT_SHARE = 1 / 64
 """Of the backlog that hints may fill; the rest is for requests."""
 DEFAULT_WINDOW = 32
 

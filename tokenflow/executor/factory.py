@@ -7,6 +7,7 @@ process, and only for the engine, that needs it.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -20,6 +21,8 @@ from tokenflow.executor.api import Executor, Request
 from tokenflow.executor.channel import EngineInfo
 from tokenflow.executor.remote import RemoteExecutor
 from tokenflow.executor.startup import StopSignal
+from tokenflow.executor.trtllm import create_trtllm_engine
+from tokenflow.executor.trtllm_executor import TrtllmExecutor
 from tokenflow.inflight.executor import InflightExecutor
 from tokenflow.inflight.runner import BlockCopy, KvTransport, Runner, SequenceChunk, StepOutput
 from tokenflow.inflight.scripted_runner import create_scripted_runner
@@ -105,6 +108,17 @@ def create_executor(config: ServingConfig, on_progress: OnProgress | None = None
     return executor
 
 
+def served_config(config: ServingConfig, executor: Executor) -> ServingConfig:
+    """`config` with the size of the KV pool that the running engine turned out to have, where it
+    was left to the engine. Whoever starts an engine gives this one to all that plan for it, and to
+    the next start, so that a later engine has no smaller pool."""
+    if config.max_tokens_in_paged_kv_cache:
+        return config
+    assert isinstance(executor, (RemoteExecutor, TrtllmExecutor))
+    num_tokens = executor.info.num_blocks * executor.info.tokens_per_block
+    return dataclasses.replace(config, max_tokens_in_paged_kv_cache=num_tokens)
+
+
 def create_engine(
     config: ServingConfig,
     *,
@@ -114,7 +128,11 @@ def create_engine(
     """The engine of `config` in this process, and what it is (see `host.EngineFactory`).
 
     Raises ConfigError naming the key that is refused, CapacityError when the KV pool does not fit.
+    `before_step` is not called for trtllm: its steps cannot be made to wait.
     """
+    if config.engine == "trtllm":
+        trtllm = create_trtllm_engine(config, on_progress or _no_progress)
+        return trtllm, trtllm.info
     runner = _create_runner(config, on_progress or _no_progress)
     _check_host_tier(config, runner.kv_block_bytes(config.tokens_per_block))
     info = EngineInfo.from_config(config, vocab_size=runner.vocab_size)

@@ -101,6 +101,7 @@ class EngineHost:
         self._loaded = threading.Event()
         self._busy = threading.Event()
         self._stopping = threading.Event()
+        self._stopped = threading.Event()
         self._outbox: ResponseOutbox
         self._executor: Executor
         self._kv: HostKv
@@ -151,13 +152,13 @@ class EngineHost:
                 responses, stats, events, failed = self._pull()
             except Exception as error:
                 if self._stopping.is_set():
-                    return EXIT_OK
+                    break
                 if isinstance(error, EngineLostError):
                     _report(str(error))
                     return EXIT_ENGINE_FAILED
                 raise
             if self._stopping.is_set():
-                return EXIT_OK
+                break
             self._outbox.note_pull()
             errors = [response.error_msg for response in responses if response.has_error()]
             if failed:
@@ -170,6 +171,10 @@ class EngineHost:
                 return EXIT_ENGINE_FAILED
             expects_more = self._kv.expects_more(stats) or not self._ids.empty()
             settled = is_quiet and not expects_more
+        # The reader shuts the engine down; what it owns outside of this process (workers of other
+        # ranks, locks) must not be left because this thread saw the end first.
+        self._stopped.wait()
+        return EXIT_OK
 
     def _pull(
         self,
@@ -245,6 +250,7 @@ class EngineHost:
             self._executor.cancel_request(engine_id)
         self._stopping.set()
         self._executor.shutdown()
+        self._stopped.set()
         self._busy.set()
 
     # -- socket --------------------------------------------------------------------------------

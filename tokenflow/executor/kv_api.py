@@ -35,7 +35,8 @@ class KVCacheCreatedData(msgspec.Struct, frozen=True, tag="created"):
 
 
 class KVCacheStoredBlockData(msgspec.Struct, frozen=True):
-    """A block that can be found from now on. tokens: those whose KV it holds."""
+    """A block that can be found from now on. tokens: those whose KV it holds. lora_id: task id of
+    the LoRA adapter that it was computed with, and is found by alone; None = of none."""
 
     block_hash: int
     tokens: list[int]

@@ -73,6 +73,8 @@ def admitted_max_tokens(request: Request, limits: AdmissionLimits) -> int:
     _check_words("bad_words", request.bad_words, limits.vocab_size)
     _check_bad_word_limits(request.bad_words)
     _check_embedding_bias(request.embedding_bias, limits.vocab_size)
+    if request.lora_config is not None:
+        raise InvalidRequestError("lora_config", "this engine has no LoRA")
     if math.isnan(request.priority):
         raise InvalidRequestError("priority", "must be a number")
     _check_sampling(request.sampling_config, limits.vocab_size)
