@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Interpreter for the environment; empty = the newest fitting one found.
 PYTHON ?=
+# A built TensorRT-LLM engine, for `test-trtllm`, which runs in the Python that has TensorRT-LLM.
+ENGINE ?= $(TOKENFLOW_TRTLLM_ENGINE)
 # Flags for `serve`, `demo` and `burst-pa`, e.g. make demo ARGS="--runs 5"
 ARGS ?=
 # Where pip may look besides its own configuration, e.g. PIP_FLAGS="--find-links wheels/"
@@ -23,7 +25,7 @@ SWEEP := OMP_NUM_THREADS=1 $(BIN)/python -m perf.sweep --jobs $(JOBS) \
 # Test workers share the cores: one thread each, and waiting threads sleep instead of spinning.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-.PHONY: help setup doctor model serve demo demo-kv kv-cycles burst-pa test soak check format bench kv-tiers lab sweep rules docs clean distclean
+.PHONY: help setup doctor model serve demo demo-kv kv-cycles burst-pa test test-trtllm soak check format bench kv-tiers lab sweep rules docs clean distclean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +72,11 @@ test: check model  ## every check and test, the real server included
 	$(TEST_ENV) $(BIN)/python -m pytest -m e2e || status=1; \
 	exit $$status
 
+test-trtllm:  ## on a machine with TensorRT-LLM: every section of its suite, ENGINE=folder
+	@test -n "$(ENGINE)" || { echo "name a built engine: make test-trtllm ENGINE=folder" >&2; exit 2; }
+	TOKENFLOW_TRTLLM_ENGINE="$(abspath $(ENGINE))" $(or $(PYTHON),python3) -m pytest \
+	  -m trtllm -p no:cacheprovider tests/hardware $(ARGS)
+
 soak: model  ## long interleavings, killed engines and 20,000 requests; about 20 minutes
 	TOKENFLOW_SOAK=10 $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile --timeout 3600 \
 	  tests/core/test_coordinator_machine.py tests/scheduler/test_races.py
@@ -97,6 +104,8 @@ lab: $(READY)  ## every policy on the paper's set-ups, in virtual time; tables, 
 	    --policies fcfs-reserve,fcfs-max-utilization,sglang-like,tokenflow,tokenflow-tiering \
 	    --output $(RESULTS)/simulate_$${rate}_tok_$${host}_gb.json > /dev/null || exit 1; \
 	done; done
+	$(SIMULATE) --setup h200-burst-400 --policies headline,$(TIERED) \
+	  --output $(RESULTS)/simulate_burst_400.json --figures $(RESULTS)
 	$(SIMULATE) --setup 4090-b --policies ablation \
 	  --output $(RESULTS)/ablation.json --figures $(RESULTS)
 	$(MAKE) sweep

@@ -194,6 +194,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "soak": _of_results("soak", soak_table),
     "lease": _of_results("lease", lease_table),
     "kv_tiers": _of_results("kv_tiers", kv_tiers_tables),
+    "simulate_main": _of_lab("simulate.json", documents.overview),
     "simulate_overview": _of_lab("simulate*.json", documents.overview),
     "simulate": _of_lab("simulate.json", documents.main_figures),
     "simulate_all_figures": _of_lab("simulate.json", documents.all_figures),

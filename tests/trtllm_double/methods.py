@@ -26,6 +26,36 @@ class RequestBase(Bound):
             raise RuntimeError("Guided decoding is not supported with beam search")
 
 
+_RANGES: Mapping[str, tuple[float, float, bool]] = {
+    "beam_width": (0, 2**31, False),
+    "top_k": (0, 2**31, True),
+    "top_p": (0, 1, False),
+    "top_p_min": (0, 1, True),
+    "top_p_reset_ids": (0, 2**31, True),
+    "top_p_decay": (0, 1, False),
+    "temperature": (0, float("inf"), True),
+    "min_tokens": (0, 2**31, True),
+    "beam_search_diversity_rate": (0, float("inf"), True),
+    "repetition_penalty": (0, float("inf"), False),
+    "length_penalty": (0, float("inf"), True),
+    "early_stopping": (0, 2**31, True),
+    "no_repeat_ngram_size": (0, 2**31, True),
+    "num_return_sequences": (0, 2**31, False),
+    "min_p": (0, 1, True),
+}
+"""Of the C++ SamplingConfig: (low, high, whether low is taken)."""
+
+
+class SamplingBase(Bound):
+    """Checks ranges when it is made."""
+
+    def _check(self) -> None:
+        for name, (low, high, takes_low) in _RANGES.items():
+            value = self._values.get(name)
+            if value is not None and not (low <= value <= high and (takes_low or value > low)):
+                raise RuntimeError(f"Assertion failed: {name} is {value}")
+
+
 class RetentionBase(Bound):
     """Ranges must not overlap."""
 
@@ -62,6 +92,7 @@ class DecodingModeBase(Bound):
 
 BASES: Mapping[str, type[Bound]] = {
     "Request": RequestBase,
+    "SamplingConfig": SamplingBase,
     "KvCacheRetentionConfig": RetentionBase,
     "Response": ResponseBase,
     "DecodingMode": DecodingModeBase,

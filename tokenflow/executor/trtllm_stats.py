@@ -40,7 +40,11 @@ class StatsReader:
     def pull(self, mean_context_tokens: Callable[[], float]) -> bool:
         """Drain; True if the engine paused requests by itself in one of the iterations."""
         with self._lock:
-            given = list(self._executor.get_latest_iteration_stats())
+            given = [
+                entry
+                for entry in self._executor.get_latest_iteration_stats()
+                if entry.inflight_batching_stats is not None and entry.kv_cache_stats is not None
+            ]  # both may be None, and then the entry tells nothing
             if not given:
                 return False
             mean = mean_context_tokens()
