@@ -1,4 +1,4 @@
-"""Executors by engine and limits, shared by the tests of a session because some take seconds to
+"""Executors by engine and limits, shared by the tests of this folder because some take seconds to
 start; a test that ends its executor makes its own with `fresh`."""
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     return request.param
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def _clients(engine: Engine) -> Iterator[Callable[..., Client]]:
     clients: dict[ServingConfig, Client] = {}
 

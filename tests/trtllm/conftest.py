@@ -87,13 +87,18 @@ class Starter:
         return Client(self.executor(behind, **settings), script)
 
 
+def _engine_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "inflight-engine"}
+
+
 @pytest.fixture
 def start(tmp_path: Path, double: types.ModuleType) -> Iterator[Starter]:
     folder = tmp_path / "engines"
     folder.mkdir()
+    others = _engine_threads()  # of other tests' engines, which live for a session
     starter = Starter(folder, double)
     yield starter
     for executor in starter.executors:
         executor.shutdown()
-    assert not [t for t in threading.enumerate() if t.name == "inflight-engine"]
+    assert not _engine_threads() - others
     assert not list(folder.glob("*.lock"))

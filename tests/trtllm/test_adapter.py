@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.contract.client import Client
 from tests.trtllm import changed
@@ -24,7 +22,6 @@ from tokenflow.executor.factory import served_config
 from tokenflow.executor.kv_api import KVCacheSnapshots, KvPools
 from tokenflow.executor.trtllm import load_bindings
 from tokenflow.executor.trtllm_executor import MAX_FAILED_STEPS, TrtllmExecutor
-from tokenflow.executor.trtllm_requests import FailedSteps, LiveRequests
 from tokenflow.executor.trtllm_stats import end_times
 
 SLOW = Behind(vocab_size=VOCAB, script="pseudo_random", step_s=0.01)
@@ -80,49 +77,6 @@ def test_after_pauses_of_the_engines_own_cancels_wait_for_a_token(start: Starter
     assert binding(client.executor).hazards == []
 
 
-@given(st.lists(st.sampled_from(["token", "cancel", "pause", "empty"]), max_size=30))
-def test_no_cancel_is_passed_on_while_context_may_be_unfinished(actions: list[str]) -> None:
-    live = LiveRequests(8)
-    live.add(1, Request(input_token_ids=(1, 2), max_tokens=100))
-    is_safe, was_told, wanted = False, 0, False
-    for action in actions:
-        if action == "token":
-            _, due = live.take(1, _result([7]))
-            is_safe = True
-            was_told += due
-            assert not (wanted and not was_told), "a kept cancel is passed on with the next token"
-        elif action == "empty":
-            assert live.take(1, _result([])) == (None, False)
-        elif action == "pause":
-            live.paused_by_engine()
-            is_safe = False
-        else:
-            told = live.want_cancel(1)
-            assert not told or is_safe
-            was_told += told
-            wanted = True
-            assert was_told or not is_safe
-        assert was_told <= 1
-    assert was_told == 0 or wanted
-
-
-def _result(token_ids: list[int], **fields: Any) -> Any:
-    from tests.trtllm_double.bindings import make_module
-
-    global _BINDINGS
-    if _BINDINGS is None:
-        _BINDINGS = make_module()
-    reason = fields.pop("reason", "NOT_FINISHED")
-    return _BINDINGS.Result.make(
-        output_token_ids=[token_ids],
-        finish_reasons=[_BINDINGS.FinishReason[reason]],
-        **{"is_final": False, "is_sequence_final": False, **fields},
-    )
-
-
-_BINDINGS: Any = None
-
-
 # -- responses ---------------------------------------------------------------------------------
 
 
@@ -137,17 +91,6 @@ def test_log_probs_of_all_tokens_or_of_the_new_ones(start: Starter, log_probs: s
 
 def _behind(log_probs: str) -> Behind:
     return Behind(vocab_size=VOCAB, script="pseudo_random", log_probs=log_probs)
-
-
-def test_log_probs_that_do_not_fit_are_an_error_of_the_request() -> None:
-    live = LiveRequests(8)
-    live.add(1, Request(input_token_ids=(1, 2), max_tokens=100))
-    live.take(1, _result([7, 8, 9], log_probs=[[-1.0, -2.0, -3.0]]))
-    response, told = live.take(1, _result([7, 8], log_probs=[[-1.0]]))
-    assert response is not None
-    assert response.error == "log_probs: TensorRT-LLM sent 1 of them with 2 tokens after 3"
-    assert told, "nobody waits for the rest of it"
-    assert len(live) == 0
 
 
 def test_errors_when_a_request_is_fetched_are_its_own(start: Starter) -> None:
@@ -193,18 +136,6 @@ def test_a_single_failed_step_is_survived(start: Starter) -> None:
         (folder / FAIL_FILE).unlink()
         assert client.run((1, 2), 2).token_ids == [3, 4]
     assert client.executor.can_enqueue_requests()
-
-
-def test_a_failure_counts_once_for_all_that_it_ends() -> None:
-    steps = FailedSteps()
-    for request_id in (1, 2, 3):
-        steps.failed(request_id, [1, 2, 3])
-    assert steps.num_in_a_row == 1
-    steps.failed(4, [4, 5])
-    steps.failed(5, [5])
-    assert steps.num_in_a_row == 2
-    steps.succeeded(6)
-    assert steps.num_in_a_row == 0
 
 
 # -- statistics, events, pools -----------------------------------------------------------------
@@ -294,6 +225,12 @@ def test_what_the_constructor_says_is_told(start: Starter) -> None:
     folder = start.folder(Behind(vocab_size=VOCAB, runner="nonsense"))
     with pytest.raises(EngineError, match=r"TensorRT-LLM cannot start the engine: .*nonsense"):
         start.executor(folder=folder)
+
+
+def test_a_configuration_that_the_binding_refuses_is_told(start: Starter) -> None:
+    other = changed.without_argument("KvCacheConfig", "copy_on_partial_reuse")
+    with pytest.raises(EngineError, match=r"cannot start the engine: KvCacheConfig\.__init__"):
+        start.executor(bindings=other)
 
 
 @without_tensorrt_llm

@@ -18,6 +18,7 @@ from tests.trtllm_double.schema import ClassSpec, load_json, read_api
 
 API = read_api(load_json())
 MODULE = make_module()
+DOUBLE = Path(__file__).parents[1] / "trtllm_double"
 
 
 def _can_be_made(spec: ClassSpec) -> bool:
@@ -175,6 +176,33 @@ def test_hazards_of_values() -> None:
         with pytest.raises(RuntimeError, match="Assertion failed"):
             empty()
     assert not hasattr(MODULE.Request([1], 1), "priority")
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [("KvCacheConfig", {"max_tokens": 0}), ("KvCacheConfig", {"max_attention_window": [64, 0]}),
+     ("KvCacheConfig", {"sink_token_length": 0}), ("KvCacheConfig", {"sink_token_length": -1}),
+     ("KvCacheConfig", {"free_gpu_memory_fraction": 0.0}),
+     ("KvCacheConfig", {"free_gpu_memory_fraction": 1.0}),
+     ("KvCacheConfig", {"cross_kv_cache_fraction": 1.0}), ("ExecutorConfig", {"max_beam_width": 0}),
+     ("ExecutorConfig", {"iter_stats_max_iterations": -1}),
+     ("ExecutorConfig", {"request_stats_max_iterations": -1}),
+     ("ExecutorConfig", {"max_seq_idle_microseconds": 0})],
+)  # fmt: skip
+def test_configurations_out_of_range_are_refused(kind: str, given: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match=f"Assertion failed: {next(iter(given))}"):
+        getattr(MODULE, kind)(**given)
+    made, name = getattr(MODULE, kind)(), next(iter(given))
+    before = getattr(made, name)
+    with pytest.raises(RuntimeError, match=f"Assertion failed: {name}"):
+        setattr(made, name, given[name])
+    assert getattr(made, name) == before
+
+
+def test_the_double_knows_nothing_of_the_adapter() -> None:
+    """What both have in common would hide a mistake in it."""
+    for path in DOUBLE.rglob("*.py"):
+        assert "executor.trtllm" not in path.read_text(), path
 
 
 def test_a_response_is_a_result_or_an_error() -> None:

@@ -86,6 +86,8 @@ def test_an_orchestrator_serves_without_events(start: Starter) -> None:
     folder = start.folder(tp_size=2)
     executor = start.executor(folder=folder, kv_cache_host_memory_bytes=1 << 20, **WORKER)
     assert executor.get_kv_cache_event_manager() is None
+    given = executor._executor._values["executor_config"].kv_cache_config
+    assert given.event_buffer_max_size == 0, "nobody could take them"
     # Half a rank's heads: a block takes half as much, so that twice as many are said to fit.
     assert executor.block_bytes == 8 * 512
     client = Client(executor)

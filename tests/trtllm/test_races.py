@@ -209,6 +209,24 @@ def test_shutdown_in_the_middle_of_everything(start: Starter) -> None:
     assert executor._executor.hazards == []
 
 
+def test_shutdown_cancels_what_an_enqueue_under_way_brings(
+    start: Starter, double: types.ModuleType
+) -> None:
+    """Two seconds of tokens would be waited for otherwise."""
+    bindings = with_executor(double, lambda *args: SlowToReturn(double.Executor(*args)))
+    behind = Behind(vocab_size=VOCAB, script="pseudo_random", step_s=0.01)
+    executor = start.executor(behind, bindings=bindings)
+    request = Request(input_token_ids=(1, 2), max_tokens=200)
+    asker = threading.Thread(target=lambda: executor.enqueue_request(request))
+    asker.start()
+    time.sleep(0.01)
+    start_time = time.monotonic()
+    executor.shutdown()
+    assert time.monotonic() - start_time < 1.0
+    asker.join()
+    assert len(executor._live) == 0
+
+
 # -- the double, where it took more than the bindings -----------------------------------------
 
 

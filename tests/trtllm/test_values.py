@@ -136,6 +136,12 @@ def test_what_the_binding_refuses_is_an_error_of_the_request(double: types.Modul
             make(double, Request(input_token_ids=(1,), max_tokens=1, **fields))
 
 
+def test_several_sequences_of_a_request_are_refused(double: types.ModuleType) -> None:
+    sampling = SamplingConfig(num_return_sequences=2)
+    with pytest.raises(InvalidRequestError, match="num_return_sequences: only 1 is supported"):
+        make(double, Request(input_token_ids=(1,), max_tokens=1, sampling_config=sampling))
+
+
 def test_nothing_is_enqueued_of_requests_of_which_one_is_refused(start: Starter) -> None:
     executor = start.executor()
     good = Request(input_token_ids=(1,), max_tokens=1)

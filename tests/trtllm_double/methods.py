@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 import itertools
 import json
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from tests.trtllm_double.objects import Body, Bound
 
@@ -26,7 +27,10 @@ class RequestBase(Bound):
             raise RuntimeError("Guided decoding is not supported with beam search")
 
 
-_RANGES: Mapping[str, tuple[float, float, bool]] = {
+Ranges = Mapping[str, tuple[float, float, bool]]
+"""Of a C++ class: (low, high, whether low is taken)."""
+
+_SAMPLING_RANGES: Ranges = {
     "beam_width": (0, 2**31, False),
     "top_k": (0, 2**31, True),
     "top_p": (0, 1, False),
@@ -43,17 +47,49 @@ _RANGES: Mapping[str, tuple[float, float, bool]] = {
     "num_return_sequences": (0, 2**31, False),
     "min_p": (0, 1, True),
 }
-"""Of the C++ SamplingConfig: (low, high, whether low is taken)."""
+
+_BELOW_ONE = math.nextafter(1.0, 0.0)
+_KV_RANGES: Ranges = {
+    "max_tokens": (0, 2**31, False),
+    "max_attention_window": (0, 2**31, False),
+    "sink_token_length": (0, 2**31, False),
+    "free_gpu_memory_fraction": (0, _BELOW_ONE, False),
+    "cross_kv_cache_fraction": (0, _BELOW_ONE, False),
+}
+_EXECUTOR_RANGES: Ranges = {
+    "max_beam_width": (0, 2**31, False),
+    "iter_stats_max_iterations": (0, 2**31, True),
+    "request_stats_max_iterations": (0, 2**31, True),
+    "max_seq_idle_microseconds": (0, 2**64, False),
+}
 
 
-class SamplingBase(Bound):
-    """Checks ranges when it is made."""
+class RangedBase(Bound):
+    """Checks ranges, also of what is set later; None has none."""
+
+    _ranges: ClassVar[Ranges]
 
     def _check(self) -> None:
-        for name, (low, high, takes_low) in _RANGES.items():
-            value = self._values.get(name)
-            if value is not None and not (low <= value <= high and (takes_low or value > low)):
-                raise RuntimeError(f"Assertion failed: {name} is {value}")
+        for name, (low, high, takes_low) in self._ranges.items():
+            given = self._values.get(name)
+            for value in given if isinstance(given, list) else [given]:
+                if value is not None and not (low <= value <= high and (takes_low or value > low)):
+                    raise RuntimeError(f"Assertion failed: {name} is {value}")
+
+    def _check_set(self) -> None:
+        self._check()
+
+
+class SamplingBase(RangedBase):
+    _ranges = _SAMPLING_RANGES
+
+
+class KvCacheBase(RangedBase):
+    _ranges = _KV_RANGES
+
+
+class ExecutorConfigBase(RangedBase):
+    _ranges = _EXECUTOR_RANGES
 
 
 class RetentionBase(Bound):
@@ -93,6 +129,8 @@ class DecodingModeBase(Bound):
 BASES: Mapping[str, type[Bound]] = {
     "Request": RequestBase,
     "SamplingConfig": SamplingBase,
+    "KvCacheConfig": KvCacheBase,
+    "ExecutorConfig": ExecutorConfigBase,
     "KvCacheRetentionConfig": RetentionBase,
     "Response": ResponseBase,
     "DecodingMode": DecodingModeBase,

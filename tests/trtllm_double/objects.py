@@ -53,6 +53,9 @@ class Bound:
     def _check(self) -> None:
         """What the C++ constructor refuses; RuntimeError."""
 
+    def _check_set(self) -> None:
+        """What the C++ setters refuse; RuntimeError."""
+
     @classmethod
     def with_defaults(cls) -> Any:
         """As a constructor without arguments, without a record of its use."""
@@ -246,12 +249,18 @@ def _property(
         wanted = text
         if spec.refuses_none and text.startswith("Optional["):
             wanted = text[len("Optional[") : -1]
+        before = self._values
         try:
-            self._values[key] = types.convert(wanted, name, value)
+            self._values = {**before, key: types.convert(wanted, name, value)}
         except Mismatch as error:
             raise TypeError(
                 f"{spec.name}.{name}: incompatible function arguments. {error}"
             ) from None
+        try:
+            self._check_set()
+        except RuntimeError:
+            self._values = before
+            raise
 
     return property(read, write if writable else None)
 

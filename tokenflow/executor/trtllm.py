@@ -127,8 +127,8 @@ def construct(
     plan: ParallelPlan,
 ) -> Any:
     """The binding's Executor, as every rank constructs it. Raises EngineError."""
-    made = make_executor_config(bindings, limits, config, plan, has_lora=built.lora is not None)
     try:
+        made = make_executor_config(bindings, limits, config, plan, has_lora=built.lora is not None)
         return bindings.Executor(str(built.folder), bindings.ModelType.DECODER_ONLY, made)
     except Exception as error:
         raise EngineError(f"TensorRT-LLM cannot start the engine: {error}") from error

@@ -3,8 +3,8 @@
 Owns a buffer of events that were taken from the binding and the count of blocks that they tell.
 Invariants: every event reaches the caller once, in order; the oldest are dropped where nobody
 drains more than the buffer (a gap in the ids, as in TensorRT-LLM itself); the count holds what the
-engine holds, until events are missing: then it is unknown for good, because TensorRT-LLM tells
-nothing anew.
+engine holds, from the event of its creation until events are missing: then it is unknown for good,
+because TensorRT-LLM tells nothing anew.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class BlockCount:
         self._num = [0, 0]
         self._moved = [0, 0]  # blocks that arrived on each level from the other one
         self._num_host_removed = 0
-        self._next_id = 0
+        self._next_id: int | None = None
         self._window: int | None = None
         self.is_complete = True
         self.num_blocks_per_level: list[int] = []
@@ -45,7 +45,8 @@ class BlockCount:
     def apply(self, event: KVCacheEvent) -> None:
         """Take an event in."""
         data = event.data
-        if event.event_id != self._next_id:
+        is_first = self._next_id is None and isinstance(data, KVCacheCreatedData)
+        if event.event_id != self._next_id and not is_first:
             self.is_complete = False
             self._levels.clear()
         self._next_id = event.event_id + 1

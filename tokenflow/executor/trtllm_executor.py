@@ -160,7 +160,7 @@ class TrtllmExecutor:
             return self._live.fail(id, message)
         result = response.result
         if result.output_token_ids and result.output_token_ids[0]:
-            self._failed_steps.succeeded(id)
+            self._failed_steps.succeeded()
         mine, cancel_is_due = self._live.take(id, result)
         if cancel_is_due:
             self._executor.cancel_request(id)
@@ -233,7 +233,8 @@ class TrtllmExecutor:
         with self._shutdown_lock:
             if self._is_shutdown:
                 return
-            self._is_closing = True
+            with self._lock:  # what an enqueue under way brings is known before all is cancelled
+                self._is_closing = True
             if self._failure is None:
                 self._drain()
             self._is_shutdown = True

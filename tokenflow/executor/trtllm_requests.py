@@ -182,9 +182,12 @@ def _whole(
 def _new_log_probs(live: LiveRequest, given: Any, num_new: int) -> list[float] | None:
     """Those of the `num_new` tokens of a response. A streaming response may carry the log-probs of
     all tokens generated so far or of its own only; both are taken. Raises ValueError for any other
-    number of them."""
+    number of them, but where no token came: a cancel takes the token of its step away, and may
+    leave its log-prob."""
     if given is None:
         return None
+    if not num_new:
+        return []
     values = list(given[0]) if given else []
     first = live.num_generated
     if len(values) >= first + num_new:
@@ -214,8 +217,8 @@ class FailedSteps:
             self.num_in_a_row += 1
             self._last_ids = frozenset((*live_ids, request_id))
 
-    def succeeded(self, request_id: int) -> None:
-        """A token came. For a request that survived a failure, or came after it, steps work."""
+    def succeeded(self) -> None:
+        """A token came: steps work."""
         if self.num_in_a_row:
             self.num_in_a_row = 0
             self._last_ids = frozenset()

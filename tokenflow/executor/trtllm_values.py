@@ -102,6 +102,11 @@ class RequestMaker:
             raise InvalidRequestError("request", _first_line(error)) from error
 
     def _sampling(self, sampling: SamplingConfig) -> Any:
+        num_sequences = sampling.num_return_sequences or 1
+        if num_sequences > 1:  # their tokens would come under one id, and be taken for one's
+            raise InvalidRequestError(
+                "sampling_config.num_return_sequences", f"only 1 is supported, got {num_sequences}"
+            )
         fields = {}
         for name in _SAMPLING_FIELDS:
             value = getattr(sampling, name)
