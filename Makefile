@@ -17,6 +17,8 @@ PIP_FLAGS ?=
 # The laboratory; jobs: processes that simulate side by side.
 RESULTS := perf/results
 JOBS ?= 1
+# Seeds of `make rules`, as perf.rules takes them
+SEEDS ?= 1
 TIERED := tokenflow-tiering,fcfs-max-utilization-host,tokenflow-paper-tiering,tokenflow-guide-tiering
 SIMULATE := OMP_NUM_THREADS=1 $(BIN)/python -m perf.simulate --jobs $(JOBS)
 SWEEP := OMP_NUM_THREADS=1 $(BIN)/python -m perf.sweep --jobs $(JOBS) \
@@ -117,8 +119,8 @@ sweep: $(READY)  ## parameters of the scheduler over seeds, with intervals; abou
 	$(SWEEP) --param load_limit=0.6,0.75,1
 	$(SWEEP) --param recompute_share=0,0.3,0.6
 
-rules: $(READY)  ## what each rule of the scheduler is worth, three seeds; some hours
-	OMP_NUM_THREADS=1 $(BIN)/python -m perf.rules --jobs $(JOBS) --seeds 1-3
+rules: $(READY)  ## what each rule of the scheduler is worth, SEEDS=1-3 for intervals; about half an hour
+	OMP_NUM_THREADS=1 $(BIN)/python -m perf.rules --jobs $(JOBS) --seeds $(SEEDS)
 
 docs: $(READY)  ## rewrite the generated tables of README and docs
 	$(BIN)/python -m perf.report --update

@@ -76,11 +76,11 @@ DEFAULT_SETUPS = (
     "4090-b",
     "4090-b:20",
     "4090-b:6:0",
-    "4090-c",
-    "h200-c:20",
+    "4090-c:6:32",
     "mixed-readers",
     "machines",
     "conversations",
+    "sharegpt",
     "burstgpt",
     *OWN,
 )
