@@ -133,7 +133,7 @@ class Load:
             held = context * self._share_unfinished(sets, decoded)
             overflow = np.maximum(held - num_pool_tokens, 0.0)
             if np.count_nonzero(overflow):
-                decoded *= self._share_left(sets.turned, overflow, num / context)
+                decoded *= self._share_left(sets.turned, overflow, context, num / context)
         return decoded
 
     def _share_unfinished(self, sets: Need, decoded: FloatArray) -> FloatArray:
@@ -147,20 +147,23 @@ class Load:
         return share
 
     def _share_left(
-        self, turned: FloatArray, overflow: FloatArray, per_mean: FloatArray
+        self, turned: FloatArray, overflow: FloatArray, context: FloatArray, per_mean: FloatArray
     ) -> FloatArray:
         """Share of the engine's time that bringing streams back leaves for decoding, [K, ...].
 
-        turned: KV tokens/s of the streams whose turn begins. overflow: KV tokens of the set that
-        the device does not hold. per_mean: 1 / mean KV tokens of a stream. What the host takes of
-        them is copied there, and back where that is not slower than computing: the time for which
-        steps wait is lost, and a link that is busy all the time is the limit.
+        turned: KV tokens/s of the streams whose turn begins. overflow: KV tokens of those not
+        finished that the device does not hold. context: KV tokens of all; where both tiers cannot
+        hold them, nobody counts as finished: that the host overflows costs each turn its KV.
+        per_mean: 1 / mean KV tokens of a stream. What the host takes is copied there, and back
+        where that is not slower than computing: the time for which steps wait is lost, and a link
+        that is busy all the time is the limit.
         """
         kv, costs = self._view.snapshot.kv, self._view.snapshot.costs
         out_share = np.minimum(overflow * per_mean, 1.0)
         lost_share = out_share
         if loads(self._view.snapshot):
-            num_lost = np.maximum(overflow - kv.num_host_blocks * kv.tokens_per_block, 0.0)
+            num_kept = (kv.num_total_blocks + kv.num_host_blocks) * kv.tokens_per_block
+            num_lost = np.maximum(context - num_kept, 0.0)
             lost_share = np.minimum(num_lost * per_mean, 1.0)
         recompute = turned * lost_share / costs.prefill_tokens_per_s
         if not kv.num_host_blocks:

@@ -22,6 +22,10 @@ at as many points again, from the third on."""
 
 _SPLITS = (np.arange(_NUM_SPANS + 1) / _NUM_SPANS) ** 2
 
+_OUTSIDE = np.array([0.125, 0.875])
+"""Shares of what is read per second that may end within the first span, and behind those that are
+kept short."""
+
 _NUM_INSTANTS = len(_SPLITS) + len(_SPLITS[3:]) - 1
 
 _UNTIL_END = np.tril(np.ones((_NUM_INSTANTS, _NUM_INSTANTS)))
@@ -54,16 +58,32 @@ class Needs:
         self._sessions = view.snapshot.sessions
         # Nobody can be given more than a token a step; a reader that is faster waits for each.
         self._rate = np.minimum(self._sessions.read_rate, 1.0 / view.step_s)
-        left_s = view.num_to_come / self._rate
+        self._left_s = view.num_to_come / self._rate
         self._begin_s = self._seconds_to_begin()
-        self._end_s = self._begin_s + left_s
-        # Whoever comes counts as one that has been read when it would be, had it started now.
-        end_s = np.concatenate([self._end_s[served], left_s[view.waiting]])
-        end_s.sort()
-        half_s, last_s = end_s[len(end_s) // 2], end_s[-1]
-        times = np.concatenate([half_s * _SPLITS, half_s + (last_s - half_s) * _SPLITS[3:]])
+        self._end_s = self._begin_s + self._left_s
+        times = self._borders(served)
         self._instants = (0.5 * (times[1:] + times[:-1]))[:, None]  # the middles of the spans
         self._spans = times[1:] - times[:-1]
+
+    def _borders(self, served: IntArray) -> FloatArray:
+        """Of the spans, [K + 1]: seconds from 0 until the last has been read.
+
+        Neither many that are read for long nor one that is read for ever hide the others: the first
+        span is over before an eighth of what is read per second, and those behind the half are no
+        longer than all but the last eighth asks for.
+        """
+        # Whoever comes counts as one that has been read when it would be, had it started now.
+        waiting = self._view.waiting
+        end_s = np.concatenate([self._end_s[served], self._left_s[waiting]])
+        order = end_s.argsort(kind="stable")
+        end_s, rate = end_s[order], self._rate[np.concatenate([served, waiting])[order]]
+        read = np.add.accumulate(rate)
+        soon_s, late_s = end_s[read.searchsorted(_OUTSIDE * read[-1])].tolist()
+        half_s, last_s = float(end_s[len(end_s) // 2]), float(end_s[-1])
+        rest_s = min(last_s - half_s, max(late_s - half_s, 0.0) / _SPLITS[3])
+        borders: FloatArray = np.concatenate([half_s * _SPLITS, half_s + rest_s * _SPLITS[3:]])
+        borders[1], borders[-1] = min(float(borders[1]), soon_s), last_s
+        return borders
 
     def until_end(self, values: FloatArray) -> FloatArray:
         """Sums over time of `values` a second [K, ...], from now to the end of each span."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -150,12 +151,11 @@ def test_what_readers_need_is_summed_stream_by_stream(snap: Snapshot) -> None:
     load, s, kv = Load(view), snap.sessions, snap.kv
     served = [*view.running.tolist(), *view.starting.tolist(), *view.paused.tolist()]
     served = [row for row in served if s.started[row] or row in view.starting]
-    ends = [begin + left for begin, _, left in (needs(view, row) for row in served)]
-    ends = sorted([*ends, *(needs(view, row)[2] for row in view.waiting.tolist())])
+    ends = [(begin + left, rate) for begin, rate, left in (needs(view, row) for row in served)]
+    ends += [needs(view, row)[2:0:-1] for row in view.waiting.tolist()]
     if not ends:
         return
-    half_s, last_s, squares = ends[len(ends) // 2], ends[-1], [(k / 6) ** 2 for k in range(7)]
-    times = [half_s * x for x in squares] + [half_s + (last_s - half_s) * x for x in squares[3:]]
+    times = borders(sorted(ends))
     for row in view.waiting.tolist()[:4]:
         needed = made = most = 0.0
         capacity = load.capacity(row)
@@ -179,6 +179,20 @@ def test_what_readers_need_is_summed_stream_by_stream(snap: Snapshot) -> None:
             assert load.admits(row) == (most < 1)
         load.add(row)
         served.append(row)
+
+
+def borders(ends: list[tuple[float, float]]) -> list[float]:
+    """Of the spans that are looked at; ends: (seconds until its end, tokens/s) of each stream."""
+    squares, rates = [(k / 6) ** 2 for k in range(7)], list(accumulate(rate for _, rate in ends))
+    half_s, last_s = ends[len(ends) // 2][0], ends[-1][0]
+    soon_s, late_s = (
+        next(end for (end, _), read in zip(ends, rates, strict=True) if read >= share * rates[-1])
+        for share in (0.125, 0.875)
+    )
+    rest_s = min(last_s - half_s, 4 * max(late_s - half_s, 0.0))
+    first = [half_s * x for x in squares]
+    first[1] = min(first[1], soon_s)
+    return first + [half_s + rest_s * x for x in squares[3:-1]] + [last_s]
 
 
 def needs(view: View, row: int) -> tuple[float, float, float]:

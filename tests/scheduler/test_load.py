@@ -1,0 +1,73 @@
+"""The load at a few instants: nobody hides from it behind others who are read for much longer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from perf.virtual.values import SimEngine, SimRequest
+from tests.scheduler.build import MAX_UTIL, running, snapshot, waiting
+from tests.scheduler.outcomes import NO_EVICT, Outcome, worst_stall_s
+from tests.scheduler.test_fast_paths import costs_of
+from tokenflow.metrics import CLIENT_VISIBLE_STALL_S
+from tokenflow.policies import TokenflowPolicy
+from tokenflow.scheduler_load import Load
+from tokenflow.scheduler_view import view_of
+
+
+def stream(read_rate: float, max_tokens: int, num_generated: int = 0) -> dict[str, Any]:
+    """Fields of one with a prompt of 128."""
+    return {
+        "read_rate": read_rate,
+        "max_tokens": max_tokens,
+        "num_generated": num_generated,
+        "num_prompt_tokens": 128,
+        "num_blocks_held": -(-(128 + num_generated) // 32) if num_generated else 0,
+        "num_blocks_needed": -(-(128 + num_generated) // 32),
+        "num_blocks_final": -(-(128 + max_tokens) // 32),
+    }
+
+
+def num_admitted(
+    rows: list[dict[str, Any]], num_blocks: int = 4000, prefill_speed: float = 50
+) -> int:
+    """Of the rows that wait, one after the other."""
+    sizes = {"max_batch_size": 64, "num_total_blocks": num_blocks, "capacity_policy": MAX_UTIL}
+    view = view_of(snapshot(rows, costs=costs_of(1.5, prefill_speed), **sizes), TokenflowPolicy())
+    return Load(view).num_admitted(view.waiting)
+
+
+@pytest.mark.parametrize("num_slow", [0, 100, 201])
+def test_short_answers_count_beside_many_that_are_read_for_long(num_slow: int) -> None:
+    """200 of 5 s, far beyond what the engine makes, before slow ones of 1,000 s in the queue."""
+    short = [waiting(**stream(10.0, 50)) for _ in range(200)]
+    slow = [waiting(**stream(1.0, 1000)) for _ in range(num_slow)]
+    assert num_admitted([*short, *slow]) == num_admitted(short) == 48
+
+
+def test_short_answers_count_beside_slow_ones_that_are_served() -> None:
+    served = [running(3.0, **stream(0.25, 1000, 10)) for _ in range(60)]
+    crowd = [waiting(**stream(25.0, 50)) for _ in range(59)]
+    assert 0 < num_admitted([*served, *crowd]) < 55
+
+
+def test_one_that_is_read_for_hours_hides_nobody() -> None:
+    """Most answers are tiny, others outgrow the pool: one that comes last lets in no more."""
+    rows = [waiting(**stream(6.0, 4)) for _ in range(60)]
+    rows += [waiting(**stream(4.0, 2000)) for _ in range(50)]
+    last = waiting(**stream(0.3, 8000))
+    assert 60 < num_admitted([*rows, last], 400, 1) <= num_admitted(rows, 400, 1) < 110
+
+
+def test_readers_of_short_answers_do_not_stall_beside_slow_ones() -> None:
+    """61 slow readers of long answers are far ahead when 59 come who read ten times as fast."""
+    slow = {"max_tokens": 600, "read_rate": 1.0}
+    work = [SimRequest(arrival_time=0.01 * i, num_prompt_tokens=60, **slow) for i in range(61)]
+    fast = {"max_tokens": 60, "read_rate": 10.0}
+    work += [
+        SimRequest(arrival_time=60 + 0.01 * i, num_prompt_tokens=60, **fast) for i in range(59)
+    ]
+    sizes = {"max_batch_size": 16, "num_total_blocks": 1000, "prefill_tokens_per_s": 20_000.0}
+    run = Outcome(work, SimEngine(capacity_policy=NO_EVICT, is_warm=True, **sizes))
+    assert worst_stall_s(run.result) <= CLIENT_VISIBLE_STALL_S
