@@ -39,8 +39,8 @@ class TokenflowPolicy:
     slack_floor_s: δ > 0, slack below it ranks alike.
     wait_weight, wait_form: λ and the form of w. unstarted_bonus: μ.
     priority_shift: what a request priority of 1 gains over 0, in units of P.
-    load_limit: ρ, share of what the engine can make by any instant that readers may need by then,
-        with a newcomer.
+    load_limit: ρ, share of the time until any instant that the engine may take to make what readers
+        need by then, with a newcomer.
     bridge_margins: of what readers have unread, so many times the slack that a pause needs stays
         out of that account: under a lasting load, streams whose readers have read everything cannot
         take turns.

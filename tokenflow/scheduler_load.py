@@ -15,6 +15,9 @@ from tokenflow.scheduler_tiers import loads
 from tokenflow.scheduler_view import CANCELLING, View, num_first
 from tokenflow.types import BoolArray, FloatArray, IntArray
 
+_LEAST = 1e-9
+"""tokens/s of an engine that only recomputes."""
+
 _FINISHING = 0.5
 """Of what is made beyond what readers need, as much ends streams ahead of their readers; the rest
 is spread, or goes to those that would run alone in the end."""
@@ -27,8 +30,9 @@ class Load:
     The capacity Γ of an instant is the decode speed of a full batch at the mean context of the
     streams that are not over, less the time that recomputing takes, where the KV of the set
     outgrows the tiers that hold it, and that of copies for which steps wait, where it outgrows the
-    device. The set can be carried if at no instant more has been needed since now than a share ρ
-    of what the engine could make: ∫ ΣR <= ρ·∫ Γ.
+    device. The set can be carried if to make what readers need by any instant t takes the engine a
+    share ρ of the time until then, at most: ∫ ΣR / Γ <= ρ·t. (What is made ahead of its time is
+    made at the contexts of that later time: so it is time that adds up, and not tokens.)
 
     Σ R <= ρ·Γ (TokenFlow, section 4.3) at every instant is enough for that, and too strict: what is
     unread bridges a rush, those who came before will have ended when contexts have grown, and a
@@ -91,10 +95,10 @@ class Load:
 
     def _carried(self, sets: Need) -> BoolArray:
         """Whether each of m sets, [K, m], can be carried."""
-        needs = self._needs
-        needed, made = needs.until_end(sets.rate), needs.until_end(self._capacity(sets))
-        is_enough: BoolArray = needed <= self._view.policy.load_limit * made
-        is_carried: BoolArray = np.logical_and.reduce(is_enough, axis=0)
+        needs, capacity = self._needs, np.maximum(self._capacity(sets), _LEAST)
+        busy_s = needs.until_end(sets.rate / capacity)
+        in_time: BoolArray = busy_s <= self._view.policy.load_limit * needs.end_s[:, None]
+        is_carried: BoolArray = np.logical_and.reduce(in_time, axis=0)
         return is_carried
 
     @lazy

@@ -50,7 +50,8 @@ class Needs:
     unread, then R tokens/s, and nothing after its end. Its context grows meanwhile by what its
     reader reads. Whoever has not started, or has no reader, needs its rate from now on.
 
-    served: rows that are served; these and all that wait say which instants are looked at.
+    served: rows that are served; these and all that wait say which instants are looked at. end_s:
+    of the spans of time around the instants, seconds from now [K].
     """
 
     def __init__(self, view: View, served: IntArray) -> None:
@@ -64,6 +65,7 @@ class Needs:
         times = self._borders(served)
         self._instants = (0.5 * (times[1:] + times[:-1]))[:, None]  # the middles of the spans
         self._spans = times[1:] - times[:-1]
+        self.end_s: FloatArray = times[1:]
 
     def _borders(self, served: IntArray) -> FloatArray:
         """Of the spans, [K + 1]: seconds from 0 until the last has been read.

@@ -153,7 +153,7 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     # Who is admitted.
     *_variants(
-        f"readers need at most {_DEFAULT.load_limit:g} of what can be made by any instant",
+        f"what readers need by any instant takes at most {_DEFAULT.load_limit:g} of the time",
         ("no-admission-test", "no test", {"load_limit": _NEVER}),
         ("whole-capacity", "all of it", {"load_limit": 1.0}),
     ),

@@ -157,7 +157,7 @@ def test_what_readers_need_is_summed_stream_by_stream(snap: Snapshot) -> None:
         return
     times = borders(sorted(ends))
     for row in view.waiting.tolist()[:4]:
-        needed = made = most = 0.0
+        busy_s = most = 0.0
         capacity = load.capacity(row)
         for before, after, gamma in zip(times[:-1], times[1:], capacity, strict=True):
             now, rates, tokens = (before + after) / 2, 0.0, []
@@ -172,9 +172,8 @@ def test_what_readers_need_is_summed_stream_by_stream(snap: Snapshot) -> None:
                 step_s = snap.costs.step_s(batch, batch * sum(tokens) / len(tokens))
                 if kv.capacity_policy is not NO_EVICT:
                     assert gamma == pytest.approx(batch / step_s)
-            needed, made = needed + rates * (after - before), made + float(gamma) * (after - before)
-            share = needed / (POLICY.load_limit * made) if made else math.inf
-            most = max(most, share if needed else 0.0)
+            busy_s += rates * (after - before) / max(float(gamma), 1e-9)
+            most = max(most, busy_s / (POLICY.load_limit * after) if after else 0.0)
         if abs(most - 1) > 1e-6:
             assert load.admits(row) == (most < 1)
         load.add(row)
