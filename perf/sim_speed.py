@@ -27,8 +27,8 @@ from pathlib import PurePath
 from types import FrameType
 from typing import NamedTuple
 
+from build_engines.model_shapes import MODELS
 from perf.lab.gpus import GPUS
-from perf.lab.model_shapes import MODELS
 from perf.lab.roofline import sim_engine
 from perf.virtual.simulation import Simulation
 from perf.virtual.values import SimEngine, SimRequest, SimResult

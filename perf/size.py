@@ -13,13 +13,13 @@ import json
 import sys
 from collections.abc import Iterable
 
+from build_engines.model_shapes import MODELS
 from perf import simulate
 from perf.lab.capacity import Machine, Question, answer, fastest_stream, first_token_s
 from perf.lab.capacity_report import to_record
 from perf.lab.capacity_text import text
 from perf.lab.gpus import GPUS
 from perf.lab.load_probe import Limits, Probe
-from perf.lab.model_shapes import MODELS
 from perf.lab.planned_loads import InTurns, LoadKind, OneBurst, Readers, Steady
 from perf.lab.policies import PolicyRow, policies
 from tokenflow.errors import ConfigError

@@ -19,9 +19,9 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from build_engines.model_shapes import MODELS
 from perf.lab.gpus import GPUS
 from perf.lab.load_probe import Limits, Probe, probe
-from perf.lab.model_shapes import MODELS
 from perf.lab.planned_loads import LoadKind, PlannedWork, Readers, behind_full_machine
 from perf.lab.policies import PolicyRow
 from perf.lab.roofline import (

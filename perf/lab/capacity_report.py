@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from build_engines.model_shapes import MODELS
 from perf.lab.capacity import (
     MOST_SHARE,
     Answer,
@@ -25,7 +26,6 @@ from perf.lab.capacity import (
 )
 from perf.lab.load_probe import MAX_SHARE_HELD_BACK, Probe
 from perf.lab.measures import Record, known
-from perf.lab.model_shapes import MODELS
 from perf.lab.policies import PolicyRow
 from perf.lab.summary import BASELINE
 from tokenflow import metrics

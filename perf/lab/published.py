@@ -12,9 +12,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from build_engines.model_shapes import LLAMA3_8B
 from perf.lab.first_come import BurstFigures, Length, play_burst
 from perf.lab.gpus import H200, RTX_4090, RTX_A6000
-from perf.lab.model_shapes import LLAMA3_8B
 from perf.lab.roofline import (
     RooflineCosts,
     StepTotals,

@@ -24,8 +24,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from build_engines.model_shapes import ModelShape
 from perf.lab.gpus import Gpu
-from perf.lab.model_shapes import ModelShape
 from perf.virtual.values import SimEngine
 from tokenflow import metrics
 from tokenflow.inflight.runner import SequenceChunk

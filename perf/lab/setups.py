@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from build_engines.model_shapes import MODELS
 from perf.lab.arrivals import Burst, Delayed, Gamma, OnOff, Poisson, Superposition
 from perf.lab.gpus import GPUS
 from perf.lab.lengths import (
@@ -35,7 +36,6 @@ from perf.lab.lengths import (
     Normal,
 )
 from perf.lab.mixes import PAPER_MIXED_RATES, HumanReaders, Mix, OneRate
-from perf.lab.model_shapes import MODELS
 from perf.lab.roofline import sim_engine
 from perf.lab.workloads import Conversations, Singles, Workload
 from perf.virtual.values import SimEngine, SimRequest

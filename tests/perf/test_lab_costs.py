@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from build_engines.model_shapes import LLAMA3_8B, MODELS, QWEN25_7B, QWEN25_32B, SMOLLM2_135M
 from perf.cost_model import main as cost_model
 from perf.lab.first_come import Length, play_burst
 from perf.lab.gpus import GPUS, H200, RTX_4090, RTX_A6000
-from perf.lab.model_shapes import LLAMA3_8B, MODELS, QWEN25_7B, QWEN25_32B, SMOLLM2_135M
 from perf.lab.published import rows
 from perf.lab.roofline import (
     RooflineCosts,

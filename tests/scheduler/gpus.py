@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from build_engines.model_shapes import MODELS
 from perf.lab.gpus import GPUS
-from perf.lab.model_shapes import MODELS
 from perf.lab.roofline import prefill_bound_s, sim_engine
 from perf.virtual.values import SimEngine, SimRequest
 
