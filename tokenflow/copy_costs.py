@@ -1,8 +1,9 @@
 """What copying a block between the tiers costs, learned from the engine's running totals.
 
 Owns the medians over the last iterations with copies, weighted by blocks, so that a hiccup of the
-link counts as little as the few blocks it hit. A total that falls means a new engine: it counts
-from zero again, and what was learned stays (the link is the same).
+link counts as little as the few blocks it hit; and the share of the copies' time for which steps
+waited, over a longer time. A total that falls means a new engine: it counts from zero again, and
+what was learned stays (the link is the same).
 
 Pure: no clock; the totals carry their durations.
 """
@@ -14,6 +15,10 @@ from collections import deque
 from tokenflow.executor.kv_api import KvTierStats
 
 _WINDOW = 32
+
+_WAIT_HALF_LIFE_S = 4.0
+"""Seconds of copying after which a copy counts half in the share of waiting. The share swings from
+one second to the next, and what is admitted while it is low stays."""
 
 _TOTALS = (
     "num_offloads_completed",
@@ -31,7 +36,7 @@ class CopyCostModel:
         self._totals = dict.fromkeys(_TOTALS, 0.0)
         self._offloads: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
         self._onboards: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
-        self._waits: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
+        self._waited_s = self._copied_s = 0.0
 
     def observe(self, stats: KvTierStats) -> float:
         """Learn from the totals at the end of an iteration; returns the seconds for which steps
@@ -49,7 +54,9 @@ class CopyCostModel:
                 kept.append((num, seconds / num))
         copied_s = delta["offload_s"] + delta["onboard_s"]
         if copied_s > 0:
-            self._waits.append((copied_s, min(1.0, delta["wait_s"] / copied_s)))
+            kept_share = 0.5 ** (copied_s / _WAIT_HALF_LIFE_S)
+            self._copied_s = kept_share * self._copied_s + copied_s
+            self._waited_s = kept_share * self._waited_s + min(copied_s, delta["wait_s"])
         return delta["wait_s"]
 
     @property
@@ -64,11 +71,8 @@ class CopyCostModel:
 
     @property
     def wait_share(self) -> float:
-        """Share of the copies' time for which steps waited, in [0, 1]: mean by seconds."""
-        copied_s = sum(seconds for seconds, _ in self._waits)
-        if copied_s <= 0:
-            return 1.0
-        return sum(seconds * share for seconds, share in self._waits) / copied_s
+        """Share of the copies' time for which steps waited, in [0, 1]."""
+        return self._waited_s / self._copied_s if self._copied_s else 1.0
 
 
 def _median(observed: deque[tuple[float, float]], otherwise: float) -> float:

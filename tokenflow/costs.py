@@ -6,8 +6,8 @@ between the KV tiers: those are learned by the block (copy_costs.py). Steps with
 of their own, because an accelerator reads its weights while it computes a chunk: with one base for
 both, a burst of prefill would make decoding alone look faster than it is. Two parts that fail
 differently are kept apart:
-- the *shape* (the coefficients, never negative): weighted ridge fit over a sliding window, older
-  iterations fade, outliers are down-weighted by their distance in medians (Huber);
+- the *shape* (the coefficients, never negative; cost_fit.py): weighted ridge fit over a sliding
+  window, older iterations fade, outliers are down-weighted by their distance in medians (Huber);
 - the *level*: median ratio of the last few iterations to the shape's prediction. It follows a
   change of speed within a few iterations and ignores single hiccups.
 
@@ -26,6 +26,7 @@ from collections import defaultdict, deque
 import numpy as np
 
 from tokenflow.copy_costs import CopyCostModel
+from tokenflow.cost_fit import IS_BASE, NUM_FEATURES, PRIOR, fit
 from tokenflow.executor.api import IterationStats
 from tokenflow.types import CostEstimate, FloatArray
 
@@ -33,36 +34,22 @@ _SCALES = np.array([1.0, 1.0, 8.0, 2048.0, 256.0])
 """Units of the features [decodes only, has prefill, generating sequences, KV tokens read, prefill
 tokens]; the first two are 1 or 0."""
 
-_NUM_FEATURES = len(_SCALES)
-_PREFILL = _NUM_FEATURES - 1
-_IS_BASE = np.array([1.0, 1.0, 0.0, 0.0, 0.0])
-
-_PRIOR = np.array([0.150, 0.150, 0.040, 0.040, 0.500])
-"""Seconds per scaled feature of an engine slower than any we know: 0.15 s a step, 8 more sequences
-40 ms, 2,048 more KV tokens 40 ms, prefill 512 tokens/s."""
+_PREFILL = NUM_FEATURES - 1
 
 _WINDOW = 256
-_HALF_LIFE = 96.0
 _NUM_LEVEL = 15
 _NUM_FIRST = 2 * _NUM_LEVEL
 _REFIT_EVERY = 8
 """The shape is fitted anew with each of the first iterations, then with each eighth."""
 _NUM_OF_KIND = 4
-_OLD_WEIGHT = 0.3
-"""The last iterations of each kind stay in the fit, with this weight when they have left the
-window. A kind is so much prefill, or so many sequences of such a length, in powers of two. After a
-long time in which all contexts are alike, or nobody is prefilled, the fit would have to guess again
-what longer ones or a prefill cost; a guess that is too low takes in more streams than can be
-served."""
+"""So many of the last iterations of each kind stay in the fit when they have left the window. A
+kind is so much prefill, or so many sequences of such a length, in powers of two. After a long time
+in which all contexts are alike, or nobody is prefilled, the fit would have to guess again what
+longer ones or a prefill cost; a guess that is too low takes in more streams than can be served."""
 
 _RENEWAL = 0.02
-_MIN_PROPORTION = 0.02
-"""The ridge pulls towards what was learned so far, renewed by this share with each fit, so that
-what the last iterations cannot tell apart stays as it was; a coefficient near 0 is held no tighter
-than this share of the prior's."""
-
-_RIDGE = 0.3
-"""Weight of the prior's proportions, in iterations."""
+"""The fit is pulled towards what was learned so far, renewed by this share each time, so that what
+the last iterations cannot tell apart stays as it was."""
 
 _NUM_ROUND_TRIPS = 16
 _ROUND_TRIP_QUANTILE = 0.75
@@ -86,8 +73,8 @@ class CostModel:
         self._kinds: defaultdict[tuple[int, ...], deque[_Numbered]] = defaultdict(
             lambda: deque(maxlen=_NUM_OF_KIND)
         )
-        self._shape = _PRIOR.copy()
-        self._proportions = _PRIOR.copy()
+        self._shape = PRIOR.copy()
+        self._proportions = PRIOR.copy()
         self._level = 1.0
         self._num_observed = self._num_levelled = 0
         self._pauses: deque[float] = deque(maxlen=_NUM_ROUND_TRIPS)
@@ -134,7 +121,7 @@ class CostModel:
     ) -> None:
         """Learn from one resume: from enqueue to first token, with `num_tokens` recomputed
         (1 = all kept) and blocks brought back from the host. Both are taken off: they are charged
-        per request."""
+        per request. What it waits for others counts: a crowd that comes back is slow to."""
         self._estimate = None
         self._learn_level()
         recompute_s = max(0, num_tokens - 1) * self._prefill_s_per_token()
@@ -151,15 +138,29 @@ class CostModel:
     def _refit(self) -> None:
         features, seconds = self._window.features, self._window.seconds
         older = self._older_than(self._num_observed - len(seconds) + 1)
-        self._shape = _fit(features, seconds, *older, self._proportions)
+        self._shape = fit(features, seconds, *older, self._proportions, self._least())
         renewal = _RENEWAL if self._num_observed > _NUM_FIRST else 1.0
         self._proportions = self._proportions + renewal * (self._shape - self._proportions)
+
+    def _least(self) -> FloatArray:
+        """The least [5] that the coefficients can be: for steps that only decode, what they take
+        besides their sequences and KV, from where that is most of it, those with the fewest
+        sequences. An accelerator takes the longer for one more sequence the more there are, so that
+        large batches alone make small ones look faster than they are."""
+        least = np.zeros(NUM_FEATURES)
+        known = [kind for kind, seen in self._kinds.items() if len(seen) == _NUM_OF_KIND]
+        decoding = [kind for kind in known if len(kind) > 1]
+        if decoding:
+            rest = self._shape * (1.0 - IS_BASE) / _SCALES
+            seen = self._kinds[min(decoding)]
+            least[0] = max(0.0, min(seconds - float(rest @ raw) for _, raw, seconds in seen))
+        return least
 
     def _older_than(self, num: int) -> tuple[FloatArray, FloatArray]:
         """Features [m, 5] (scaled) and seconds [m] of the last ones of each kind that came before
         iteration `num`, from 1."""
         older = [entry for kind in self._kinds.values() for entry in kind if entry[0] < num]
-        raw = np.array([raw for _, raw, _ in older], dtype=np.float64).reshape(-1, _NUM_FEATURES)
+        raw = np.array([raw for _, raw, _ in older], dtype=np.float64).reshape(-1, NUM_FEATURES)
         return raw / _SCALES, np.array([seconds for _, _, seconds in older])
 
     def _learn_level(self) -> None:
@@ -196,10 +197,11 @@ class CostModel:
     def _recent_step_s(self) -> float:
         """Median duration of the last iterations (the prior's full step before the first)."""
         recent = self._window.seconds[-_NUM_LEVEL:]
-        return _upper_median(recent.tolist()) if len(recent) else float(_PRIOR[1:_PREFILL].sum())
+        return _upper_median(recent.tolist()) if len(recent) else float(PRIOR[1:_PREFILL].sum())
 
 
 def _kind_of(raw: _Features) -> tuple[int, ...]:
+    """One number with prefill; else two, fewer sequences first."""
     _, _, num_generating, num_context_tokens, num_prefill_tokens = raw
     if num_prefill_tokens:
         return (num_prefill_tokens.bit_length(),)
@@ -211,7 +213,7 @@ class _Window:
     """The last iterations, oldest first."""
 
     def __init__(self) -> None:
-        self._all_features = np.empty((8 * _WINDOW, _NUM_FEATURES))
+        self._all_features = np.empty((8 * _WINDOW, NUM_FEATURES))
         self._all_seconds = np.empty(8 * _WINDOW)
         self._end = 0
 
@@ -244,15 +246,6 @@ def _upper_median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def _median(values: FloatArray) -> float:
-    """As np.median, which takes several times as long for a few hundred values."""
-    ordered = np.sort(values)
-    middle = len(ordered) // 2
-    if len(ordered) % 2:
-        return float(ordered[middle])
-    return 0.5 * float(ordered[middle - 1] + ordered[middle])
-
-
 def _round_trip(observed: deque[float], step_s: float) -> float:
     """Upper quartile of what was observed, but never under the step that is waited for: an engine
     that slowed down is believed before its next pause."""
@@ -260,62 +253,3 @@ def _round_trip(observed: deque[float], step_s: float) -> float:
         return _PRIOR_STEPS * step_s
     ordered = sorted(observed)
     return max(ordered[int(_ROUND_TRIP_QUANTILE * (len(ordered) - 1))], step_s)
-
-
-def _fit(
-    features: FloatArray,
-    seconds: FloatArray,
-    old_features: FloatArray,
-    old_seconds: FloatArray,
-    proportions: FloatArray,
-) -> FloatArray:
-    """Non-negative coefficients [5] for features [n, 5] (scaled) and seconds [n], oldest first, and
-    for older ones, [m, 5] and [m].
-
-    Three rounds of reweighting, by the spread of each kind, so that many of the one do not make
-    outliers of the few of the other; the ridge pulls towards `proportions` [5] scaled to the median
-    speed.
-    """
-    ages = np.arange(len(seconds) - 1, -1, -1.0)
-    prior = proportions * _median(seconds / (features @ proportions))
-    fade = np.concatenate([np.full(len(old_seconds), _OLD_WEIGHT), 0.5 ** (ages / _HALF_LIFE)])
-    features = np.concatenate([old_features, features])
-    seconds = np.concatenate([old_seconds, seconds])
-    min_spread = 1e-3 * _median(seconds)
-    prefills = features[:, 1] > 0
-    kinds = [kind for kind in (prefills, ~prefills) if kind.any()]
-    spread = np.empty(len(seconds))
-    weights, theta = fade, prior
-    for _ in range(3):
-        theta = _solve_nonnegative(features, seconds, weights, prior)
-        residuals = np.abs(seconds - features @ theta)
-        for kind in kinds:
-            spread[kind] = 2.0 * _median(residuals[kind]) + min_spread
-        weights = fade * np.minimum(1.0, spread / np.maximum(residuals, 1e-12))
-    return theta
-
-
-def _solve_nonnegative(
-    features: FloatArray, seconds: FloatArray, weights: FloatArray, prior: FloatArray
-) -> FloatArray:
-    """Weighted ridge around `prior`; coefficients that come out negative are set to 0 and the
-    rest solved again. The fixed cost of a step stays positive (a share of the prior's)."""
-    weighted = features * weights[:, None]
-    normal = weighted.T @ features
-    target = weighted.T @ seconds
-    # In the prior's own proportions, so that a large coefficient is not held tighter than a small.
-    least = _MIN_PROPORTION * (prior.max() / _PRIOR.max()) * _PRIOR
-    strength = _RIDGE * (float(prior @ prior) / np.maximum(prior, least) ** 2) * 0.25
-    normal.flat[:: _NUM_FEATURES + 1] += strength
-    target = target + strength * prior
-    theta = np.linalg.solve(normal, target)
-    active = theta >= 0
-    while not active.all():
-        index = np.flatnonzero(active)
-        theta = np.zeros(_NUM_FEATURES)
-        theta[index] = np.linalg.solve(normal[np.ix_(index, index)], target[index])
-        still_active = active & (theta >= 0)
-        if (still_active == active).all():
-            break
-        active = still_active
-    return np.maximum(theta, 1e-3 * prior * _IS_BASE)

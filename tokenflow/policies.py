@@ -65,7 +65,9 @@ class TokenflowPolicy:
         first, or it would run alone in the end. 0: always the longest first.
     min_exchange_gain: tokens' worth gained, per token of round trip, that an exchange must bring.
     link_share: share of the link between the tiers that streams taking turns may use: where a
-        pause moves KV, a stream runs as long as moving the whole pool takes at that share.
+        pause moves KV, a stream runs as long as moving the whole pool takes at that share, unless
+        a reader would stall. turn_link_share: the share at which they must be able to go on: so
+        long are the turns with which it is foreseen whether all can be brought back in time.
     anticipate: in a burst, keep room for the arrivals that their averages announce.
     write_through: copy KV to the host while its stream still runs (KvTiering).
     write_through_fill: share of the pool that streams fill, from which that is worth while; in a
@@ -96,6 +98,7 @@ class TokenflowPolicy:
     min_exchange_gain: float = 3.0
     tail_share: float = 0.9
     link_share: float = 0.35
+    turn_link_share: float = 0.1
     anticipate: bool = True
     write_through: bool = True
     write_through_fill: float = 0.7
@@ -115,6 +118,10 @@ class TokenflowPolicy:
             raise ConfigError("high_share", "low_share <= high_share < worthless_share must hold")
         if not 0 < self.link_share <= 1:
             raise ConfigError("link_share", f"must be in (0, 1], got {self.link_share!r}")
+        if not 0 < self.turn_link_share <= self.link_share:
+            raise ConfigError(
+                "turn_link_share", f"must be in (0, link_share], got {self.turn_link_share!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +155,7 @@ def rank(
     p: FloatArray = policy.wait_weight * waiting
     num_started = np.count_nonzero(started)
     if not num_started:
-        p = p - math.log(max(1.0, policy.slack_floor_s)) + policy.unstarted_bonus
+        p += policy.unstarted_bonus - math.log(max(1.0, policy.slack_floor_s))
     else:
         slack = np.minimum(np.maximum(slack_s, policy.slack_floor_s), _MAX_RANKED_SLACK_S)
         if num_started == len(started):

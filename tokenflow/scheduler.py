@@ -44,7 +44,7 @@ from tokenflow.scheduler_rules import (
     is_low,
     victims,
 )
-from tokenflow.scheduler_view import PREEMPTED, WAITING, View, view_of
+from tokenflow.scheduler_view import PREEMPTED, WAITING, View, lowest, view_of
 from tokenflow.types import Decision, FloatArray, IntArray, Snapshot
 
 
@@ -249,7 +249,7 @@ def _place_paused(view: View, draft: Draft) -> bool:
     """Give free room to paused streams; False if one is left outside."""
     if not len(view.paused):
         return True
-    if draft.slots >= 1 and draft.blocks >= int(view.need[view.paused].min()):
+    if draft.slots >= 1 and draft.blocks >= lowest(view.need[view.paused]):
         in_need, well_ahead = _paused_in_order(view)
         num_passed = _place_into(view, draft, in_need, (0, 0), 0)
         _place_into(view, draft, well_ahead, announced(view, draft), num_passed)
@@ -292,7 +292,7 @@ def _place_rest(view: View, draft: Draft) -> None:
     """
     if draft.slots < 1 or draft.pause or not len(view.waiting):
         return
-    if draft.blocks < int(view.need[view.waiting].min()):
+    if draft.blocks < lowest(view.need[view.waiting]):
         return
     prefill = PrefillBudget(view)
     for row in draft.admit:

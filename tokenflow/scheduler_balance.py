@@ -59,18 +59,16 @@ def exchange(view: View, draft: Draft, able: Victims) -> None:
 def _share(view: View, rows: IntArray) -> FloatArray:
     """Unread tokens of `rows` as shares of their output limits."""
     s = view.snapshot.sessions
-    share: FloatArray = s.slack_s[rows] * s.read_rate[rows] / s.max_tokens[rows]
+    share: FloatArray = view.unread[rows] / s.max_tokens[rows]
     return share
 
 
 def _low_paused(view: View, draft: Draft) -> IntArray:
     """Paused rows under the low share that are not drafted, neediest first."""
-    rows = view.paused
-    share = _share(view, rows)
-    low = is_low(view, rows)
-    rows = rows[low]
+    rows = view.paused[is_low(view, view.paused)]
     if len(rows):
-        rows = rows[share[low].argsort(kind="stable")[: view.snapshot.kv.max_batch_size]]
+        order = _share(view, rows).argsort(kind="stable")
+        rows = rows[order[: view.snapshot.kv.max_batch_size]]
     if draft.resume:
         rows = rows[[not draft.named(row) for row in rows.tolist()]]
     return rows

@@ -222,7 +222,7 @@ def _earn_s(view: View, rows: IntArray) -> FloatArray:
     s = view.snapshot.sessions
     slack = np.where(s.started[rows], s.slack_s[rows], 0.0)
     gain = 1.0 / (view.step_s * s.read_rate[rows]) - 1.0
-    missing_s = np.maximum(view.pause_slack_s - slack, 0.0)
+    missing_s = np.maximum(view.turn_slack_s - slack, 0.0)
     earned_s = missing_s / np.maximum(gain, 1e-9)
     if lowest(gain) <= 0:
         earned_s[(gain <= 0) & (missing_s > 0)] = np.inf
@@ -237,4 +237,4 @@ def _cycle_s(view: View, rows: IntArray) -> float:
     gain = 1.0 / (view.step_s * rate) - 1.0
     if gain <= 0:
         return float("inf")
-    return max(view.away_s, 2 * view.step_s + view.pause_slack_s / gain)
+    return max(view.turn_s, 2 * view.step_s + view.turn_slack_s / gain)

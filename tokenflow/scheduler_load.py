@@ -18,6 +18,8 @@ from tokenflow.types import BoolArray, FloatArray, IntArray
 _LEAST = 1e-9
 """tokens/s of an engine that only recomputes."""
 
+_NO_ROWS: IntArray = np.zeros(0, dtype=np.int64)
+
 _FINISHING = 0.5
 """Of what is made beyond what readers need, as much ends streams ahead of their readers; the rest
 is spread, or goes to those that would run alone in the end."""
@@ -50,7 +52,9 @@ class Load:
         self._is_sure = surely_carried(view)
         self._added: list[int] = []
         self._asked: list[int] = []  # those added, and those that may come next
-        self._sets = np.empty(0)  # with the first of them, the second, ...: [5, K, m]
+        self._rows = _NO_ROWS  # those served and those asked
+        self._each = np.empty(0)  # each of them: [3, K, n]
+        self._sets = np.empty(0)  # with the first of those asked, the second, ...: [3, K, m]
         self._is_carried = np.empty(0, dtype=np.bool_)  # each of these sets
 
     def admits(self, row: int) -> bool:
@@ -72,7 +76,7 @@ class Load:
     def capacity(self, row: int) -> FloatArray:
         """Γ in tokens/s, [K], of the set with `row`."""
         self._look_at([row])
-        result: FloatArray = self._capacity(Need(*self._sets[..., len(self._added)]))
+        result: FloatArray = self._capacity(Need(*self._sets))[:, len(self._added)]
         return result
 
     def _num_carried(self, rows: list[int]) -> int:
@@ -88,10 +92,18 @@ class Load:
             return
         if rows[-1] in self._asked:
             asked += self._asked[self._asked.index(rows[-1]) + 1 :]
-        served, each = np.array(self._served), self._needs.each(np.array(asked))
-        each[..., 0] += served
-        self._sets = np.add.accumulate(each, axis=2)
+        self._rows = np.concatenate([self._served_rows, asked])
+        self._each = self._needs.each(self._rows)
+        self._sets = self._summed(self._each)
         self._asked, self._is_carried = asked, self._carried(Need(*self._sets))
+
+    def _summed(self, each: FloatArray) -> FloatArray:
+        """Of the sets, [..., m], what is known of each row, [..., n]."""
+        num_served = len(self._served_rows)
+        served = np.add.reduce(each[..., :num_served], axis=-1, keepdims=True)
+        result: FloatArray = np.add.accumulate(each[..., num_served:], axis=-1)
+        result += served
+        return result
 
     def _carried(self, sets: Need) -> BoolArray:
         """Whether each of m sets, [K, m], can be carried."""
@@ -104,10 +116,6 @@ class Load:
     @lazy
     def _needs(self) -> Needs:
         return Needs(self._view, self._served_rows)
-
-    @lazy
-    def _served(self) -> Need:
-        return self._needs.together(self._served_rows)
 
     @lazy
     def _served_rows(self) -> IntArray:
@@ -123,7 +131,8 @@ class Load:
         num, context = np.maximum(sets.num, 1.0), np.maximum(sets.context, 1.0)
         num_pool_tokens = kv.num_total_blocks * kv.tokens_per_block
         if kv.capacity_policy is CapacitySchedulerPolicy.GUARANTEED_NO_EVICT:
-            in_pool = kv.num_total_blocks * num / np.maximum(sets.num_blocks_final, 1.0)
+            final = self._summed(self._needs.num_blocks_final(self._each[0], self._rows))
+            in_pool = kv.num_total_blocks * num / np.maximum(final, 1.0)
         else:
             in_pool = num_pool_tokens * num / context
         batch = np.maximum(np.floor(np.minimum(np.minimum(in_pool, num), kv.max_batch_size)), 1.0)
@@ -136,8 +145,8 @@ class Load:
         if context.max() > num_pool_tokens:
             held = context * self._share_unfinished(sets, decoded)
             overflow = np.maximum(held - num_pool_tokens, 0.0)
-            if np.count_nonzero(overflow):
-                decoded *= self._share_left(sets.turned, overflow, context, num / context)
+            turned = self._summed(self._needs.turned(self._each[2], self._rows))
+            decoded *= self._share_left(turned, overflow, context, num / context)
         return decoded
 
     def _share_unfinished(self, sets: Need, decoded: FloatArray) -> FloatArray:

@@ -26,23 +26,14 @@ _OUTSIDE = np.array([0.125, 0.875])
 """Shares of what is read per second that may end within the first span, and behind those that are
 kept short."""
 
-_NUM_INSTANTS = len(_SPLITS) + len(_SPLITS[3:]) - 1
-
-_UNTIL_END = np.tril(np.ones((_NUM_INSTANTS, _NUM_INSTANTS)))
-_UNTIL_MIDDLE = _UNTIL_END - 0.5 * np.eye(_NUM_INSTANTS)
-"""Times what is the case in each span: the sums from now to the end, or middle, of each."""
-
 
 class Need(NamedTuple):
     """Of streams, one, or many together, at each instant, [K, ...]: how many have tokens to come,
-    tokens/s that must be generated for their readers, their KV tokens, KV tokens/s of turns, blocks
-    at the end."""
+    tokens/s that must be generated for their readers, their KV tokens."""
 
     num: FloatArray
     rate: FloatArray
     context: FloatArray
-    turned: FloatArray
-    num_blocks_final: FloatArray
 
 
 class Needs:
@@ -64,7 +55,7 @@ class Needs:
         self._end_s = self._begin_s + self._left_s
         times = self._borders(served)
         self._instants = (0.5 * (times[1:] + times[:-1]))[:, None]  # the middles of the spans
-        self._spans = times[1:] - times[:-1]
+        self._spans = (times[1:] - times[:-1])[:, None]
         self.end_s: FloatArray = times[1:]
 
     def _borders(self, served: IntArray) -> FloatArray:
@@ -88,45 +79,37 @@ class Needs:
         return borders
 
     def until_end(self, values: FloatArray) -> FloatArray:
-        """Sums over time of `values` a second [K, ...], from now to the end of each span."""
-        result: FloatArray = (_UNTIL_END * self._spans) @ values
+        """Sums over time of `values` a second [K, m], from now to the end of each span. Each of the
+        m by itself: what is found out does not depend on who else is asked about."""
+        result: FloatArray = np.add.accumulate(self._spans * values, axis=0)
         return result
 
     def until_middle(self, values: FloatArray) -> FloatArray:
         """As `until_end`, to the middle of each span."""
-        result: FloatArray = (_UNTIL_MIDDLE * self._spans) @ values
+        in_span = self._spans * values
+        result: FloatArray = np.add.accumulate(in_span, axis=0) - 0.5 * in_span
         return result
 
-    def together(self, rows: IntArray) -> Need:
-        """Of all of `rows` together, [K]."""
-        rate, turn_rate = self._rate[rows], self._turn_rate[rows]
-        tokens, final = self._view.num_tokens[rows], self._sessions.num_blocks_final[rows]
-        lasts, read_s = self._in_time(rows)
-        standing = np.array([np.ones(len(rows)), tokens, tokens * turn_rate, final])
-        num, context, turned, num_blocks_final = standing @ lasts.T
-        growth, turned_growth = np.array([rate, rate * turn_rate]) @ read_s.T
-        reads = (read_s > 0) @ rate
-        return Need(num, reads, context + growth, turned + turned_growth, num_blocks_final)
-
     def each(self, rows: IntArray) -> FloatArray:
-        """The fields of `Need`, [5, K, n], of each of `rows`."""
-        rate = self._rate[rows]
-        lasts, read_s = self._in_time(rows)
-        each = np.empty((len(Need._fields), *lasts.shape))
-        each[0] = lasts
-        np.multiply(rate, read_s > 0, out=each[1])
-        np.multiply(self._view.num_tokens[rows], lasts, out=each[2])
-        each[2] += rate * read_s
-        np.multiply(each[2], self._turn_rate[rows], out=each[3])
-        np.multiply(self._sessions.num_blocks_final[rows], lasts, out=each[4])
+        """The fields of `Need`, [3, K, n], of each of `rows`."""
+        rate, instants = self._rate[rows], self._instants
+        each = np.empty((len(Need._fields), len(instants), len(rows)))
+        lasts, reads, context = each
+        np.less(instants, self._end_s[rows], out=lasts)
+        read_s = np.maximum(instants - self._begin_s[rows], 0.0)
+        read_s *= lasts  # for which it has needed tokens, 0 if it does not
+        np.multiply(rate, read_s > 0, out=reads)
+        np.multiply(self._view.num_tokens[rows], lasts, out=context)
+        context += rate * read_s
         return each
 
-    def _in_time(self, rows: IntArray) -> tuple[FloatArray, FloatArray]:
-        """Of each of `rows` at each instant, [K, n]: 1 while it is not over, else 0; the seconds
-        for which it has needed tokens, 0 if it does not."""
-        lasts = (self._instants < self._end_s[rows]).astype(np.float64)
-        since_s = self._instants - self._begin_s[rows]
-        return lasts, np.maximum(since_s, 0.0) * lasts
+    def turned(self, context: FloatArray, rows: IntArray) -> FloatArray:
+        """KV tokens/s of turns, [K, n], of each of `rows`, whose KV tokens are `context`."""
+        return context * self._turn_rate[rows]
+
+    def num_blocks_final(self, lasts: FloatArray, rows: IntArray) -> FloatArray:
+        """Blocks at the end, [K, n], of each of `rows`; lasts: 1 while it is not over, else 0."""
+        return lasts * self._sessions.num_blocks_final[rows]
 
     def _seconds_to_begin(self) -> FloatArray:
         """Until each row [n] needs tokens. Some pauses with their margins are left out of what is

@@ -19,8 +19,9 @@ class Victims:
     somebody asks.
 
     Of each row (row, spare): the slack beyond the round trip and margin; what a newcomer prefills,
-    or a resume computes, must fit in it. A row is rested once it has run its quantum, and spent if
-    it has no reader and was paused as often as is allowed.
+    or a resume computes, must fit in it. A row is rested once it has run its quantum and can be
+    away for as long as is asked of turns, and spent if it has no reader and was paused as often as
+    is allowed.
     """
 
     def __init__(self, view: View) -> None:
@@ -48,14 +49,15 @@ class Victims:
         """Those that may yield to a newcomer or to a better balance."""
         rows, spare_s, rested, spent = self._found
         may = rested & ~spent
+        spare_s = spare_s - self._view.away_s
         if np.count_nonzero(may) == len(rows):
             return rows, spare_s
         return rows[may], spare_s[may]
 
     @lazy
     def for_due(self) -> list[tuple[int, float]]:
-        """Those that may yield to a due resume: those that ran their quantum first, then the
-        others, because limits on pauses must not make a reader stall."""
+        """Those that may yield to a due resume: the rested first, then the others, because limits
+        on pauses must not make a reader stall."""
         rows, spare_s, rested, _ = self._found
         order = (~rested).argsort(kind="stable")
         return list(zip(rows[order].tolist(), spare_s[order].tolist(), strict=True))
@@ -107,7 +109,8 @@ class Pool:
 def victims(view: View) -> Victims:
     """Rows that may be paused without a stall: S_i >= κ·(pause + offload + onboard + resume + plan
     interval) + ε, with what is to be recomputed. Copies are charged only where the pool is going to
-    need the blocks. A stream without a reader may be paused a bounded number of times, and beyond
+    need the blocks; there a stream must be able to stay away for a while too, unless a reader would
+    stall. A stream without a reader may be paused a bounded number of times, and beyond
     it only for a reader that would stall. One that ends within the round trip is left to end."""
     return Victims(view)
 
@@ -116,8 +119,7 @@ def _victims(view: View) -> tuple[IntArray, FloatArray, BoolArray, BoolArray]:
     s, policy = view.snapshot.sessions, view.policy
     costs, rows = view.snapshot.costs, view.running
     round_trip_s = _back_s(view, rows) + (costs.pause_s + costs.plan_interval_s)
-    away_s = policy.slack_margin_s + view.away_s
-    spare_s = s.slack_s[rows] - (policy.conservativeness * round_trip_s + away_s)
+    spare_s = s.slack_s[rows] - (policy.conservativeness * round_trip_s + policy.slack_margin_s)
     left_s = view.num_to_come[rows] * view.step_s
     may = s.started[rows] & (spare_s >= 0) & (left_s > costs.pause_s + costs.resume_s)
     if not view.all_pausable:
@@ -131,7 +133,10 @@ def _victims(view: View) -> tuple[IntArray, FloatArray, BoolArray, BoolArray]:
     spent = np.zeros(len(rows), dtype=np.bool_)
     if not view.all_read:
         spent = ~s.has_reader[rows] & (s.num_pauses[rows] >= policy.max_machine_pauses)
-    return rows, spare_s, ran_s >= view.quantum_s, spent
+    rested = ran_s >= view.quantum_s
+    if view.away_s:
+        rested &= spare_s >= view.away_s
+    return rows, spare_s, rested, spent
 
 
 def _back_s(view: View, rows: IntArray) -> FloatArray | float:
@@ -147,9 +152,8 @@ def is_low(view: View, rows: IntArray) -> BoolArray:
     """True for those of `rows` that have little to read: a small share of their output, and not for
     long. Never without a reader, whose slack is infinite."""
     s, policy = view.snapshot.sessions, view.policy
-    slack_s = s.slack_s[rows]
     result: BoolArray = view.unread[rows] < policy.low_share * s.max_tokens[rows]
-    result &= slack_s < policy.low_slack_s
+    result &= s.slack_s[rows] < policy.low_slack_s
     return result
 
 
@@ -196,13 +200,13 @@ def _yielding_order(view: View, rows: IntArray) -> IntArray:
 
 def due_rows(view: View) -> list[int]:
     """Paused rows that must come back now, most urgent first: S <= κ·t_resume + ε + plan interval,
-    or, without a reader, paused for the longest time allowed. At most what one plan can place and
-    pass over."""
+    earlier where many are due together, or, without a reader, paused for the longest time allowed.
+    At most what one plan can place and pass over."""
     s, policy = view.snapshot.sessions, view.policy
     rows = view.paused
     if not len(rows) or _surely_not_due(view, rows):
         return []
-    due = (s.slack_s[rows] <= due_slack_s(view, rows)) | ~s.started[rows]
+    due = (_start_s(view, rows) <= 0) | ~s.started[rows]
     machines = ~s.has_reader[rows]
     if machines.any():
         wait_s = view.snapshot.now - s.wait_since_time[rows]
@@ -219,8 +223,8 @@ def due_rows(view: View) -> list[int]:
 
 
 def _surely_not_due(view: View, rows: IntArray) -> bool:
-    """True if none of the paused `rows` is due because the least slack of all is more than what
-    the one that takes longest to bring back needs."""
+    """True if none of the paused `rows` is due: because the least slack of all is more than what
+    the one that takes longest to bring back needs, and none has to make way for those behind it."""
     s, policy, costs, ways = view.snapshot.sessions, view.policy, view.snapshot.costs, view.ways
     if not view.all_read or np.count_nonzero(s.started[rows]) < len(rows):
         return False
@@ -228,7 +232,25 @@ def _surely_not_due(view: View, rows: IntArray) -> bool:
     if costs.onboard_block_s:
         resume_s += highest(ways.num_blocks[rows]) * costs.onboard_block_s
     limit_s = policy.conservativeness * resume_s + (policy.slack_margin_s + costs.plan_interval_s)
-    return lowest(s.slack_s[rows]) > limit_s
+    if not lowest(s.slack_s[rows]) > limit_s:
+        return False
+    return lowest(_start_s(view, rows)) > 0
+
+
+def _start_s(view: View, rows: IntArray) -> FloatArray:
+    """Seconds after which each of the paused `rows` is due: as early as those behind it need, where
+    the engine brings them back one after the other."""
+    s, ways, costs = view.snapshot.sessions, view.ways, view.snapshot.costs
+    slack_s = np.where(s.started[rows], s.slack_s[rows], 0.0)
+    spare_s = slack_s - due_slack_s(view, rows)
+    load_s = (ways.num_tokens[rows] - 1) / costs.prefill_tokens_per_s
+    load_s = load_s + ways.num_blocks[rows] * costs.onboard_block_s
+    order = spare_s.argsort(kind="stable")
+    before_s = np.add.accumulate(load_s[order]) - load_s[order]
+    latest = np.minimum.accumulate((spare_s[order] - before_s)[::-1])[::-1] + before_s
+    start_s = np.empty(len(rows))
+    start_s[order] = latest
+    return start_s
 
 
 def due_slack_s(view: View, rows: IntArray) -> FloatArray:

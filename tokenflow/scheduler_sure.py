@@ -37,8 +37,11 @@ def surely_carried(view: View) -> bool:
     that is not looked for.
     """
     s, kv, costs = view.snapshot.sessions, view.snapshot.kv, view.snapshot.costs
+    rate = float(np.add.reduce(s.read_rate))
+    if costs.step_s(kv.max_batch_size, 0.0) * rate > view.policy.load_limit * kv.max_batch_size:
+        return False  # too much even for the largest batch, if there were no KV to read
     num_full_tokens = s.num_prompt_tokens + s.max_tokens
-    longest, rate = highest(num_full_tokens), float(np.add.reduce(s.read_rate))
+    longest = highest(num_full_tokens)
     share_left, num_pool_tokens = 1.0, kv.num_total_blocks * kv.tokens_per_block
     if int(np.add.reduce(num_full_tokens)) > num_pool_tokens:
         if kv.num_host_blocks:
@@ -68,7 +71,7 @@ def surely_back(
     Arguments as those of `back_in_time`. Not looked for where KV is lost or loaded, where some
     have no reader or cannot be paused.
     """
-    num_in = len(view.running) + len(view.starting) - len(paused_rows) + len(placed_rows)
+    num_in = len(view.in_engine) - len(paused_rows) + len(placed_rows)
     if num_in < 1 or free_slots < 0 or free_blocks < 0:
         return False
     if not (view.all_read and view.all_pausable):
@@ -78,20 +81,17 @@ def surely_back(
     out_rows = np.concatenate([view.paused, view.pausing, paused_rows])
     if not len(out_rows):
         return False
-    first_s, num_rounds = _first_due_s(view, out_rows), 1 + len(out_rows) // num_in
-    if not _SURELY * _last_free_s(view, num_rounds) <= first_s:
-        return False
     needs, frees = view.need[out_rows], view.frees
-    num_given = _sum(frees[view.running]) - _sum(frees[paused_rows])
-    num_given += _sum(frees[view.starting]) + _sum(view.need[placed_rows])
+    num_given = _sum(frees[view.in_engine]) - _sum(frees[paused_rows])
+    num_given += _sum(view.need[placed_rows])
     if highest(needs) > free_blocks + num_given:
         return False
-    num_needed = _sum(needs)
+    num_rounds, num_needed = 1 + len(out_rows) // num_in, _sum(needs)
     if num_needed > MAX_ROUNDS * num_given:  # more rounds than are looked at may be needed
         return False
     if num_needed > free_blocks:
         num_rounds = max(num_rounds, -(-(num_needed - free_blocks) // num_given))
-    return _SURELY * _last_free_s(view, num_rounds) <= first_s
+    return _SURELY * _last_free_s(view, num_rounds) <= _first_due_s(view, out_rows)
 
 
 def _sum(num_blocks: IntArray) -> int:
@@ -118,7 +118,7 @@ def _last_free_s(view: View, num_rounds: int) -> float:
     gain = 1.0 / (view.step_s * highest(s.read_rate)) - 1.0
     if gain < _MIN_GAIN:
         return math.inf
-    earn_s = view.pause_slack_s / gain
+    earn_s = view.turn_slack_s / gain
     start_s = 2 * view.step_s + highest(s.num_resume_tokens) / costs.prefill_tokens_per_s
-    cycle_s = max(view.away_s, 2 * view.step_s + earn_s)
+    cycle_s = max(view.turn_s, 2 * view.step_s + earn_s)
     return start_s + earn_s + (num_rounds - 1) * cycle_s

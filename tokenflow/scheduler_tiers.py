@@ -16,7 +16,7 @@ in all; copies run beside the steps; and the host's part may be given up where c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,8 +26,7 @@ _PREFILLING = int(SessionState.PREFILLING)
 _RESUMING = int(SessionState.RESUMING)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeWays:
+class ResumeWays(NamedTuple):
     """How each row [n] would come back.
 
     num_tokens: tokens that it computes. num_blocks: blocks that it loads from the host.
@@ -62,8 +61,7 @@ def resume_ways(snapshot: Snapshot) -> ResumeWays:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Overflow:
+class Overflow(NamedTuple):
     """What the tiers will not hold once everybody paused has gone on.
 
     num_started_blocks: KV of all that started. num_blocks: what the device does not hold of it.
@@ -106,14 +104,14 @@ class Overflow:
         return result
 
 
-def overflow_of(snapshot: Snapshot, num_tokens: IntArray) -> Overflow:
-    """The forecast for `snapshot`; num_tokens [n]: prompt and generated of each row."""
+def overflow_of(snapshot: Snapshot, num_tokens: IntArray, num_filled: IntArray) -> Overflow:
+    """The forecast for `snapshot`; num_tokens [n]: prompt and generated of each row; num_filled
+    [n]: the blocks that they fill."""
     s, kv, costs = snapshot.sessions, snapshot.kv, snapshot.costs
     is_in_pool = s.started | (s.state == _PREFILLING)
     if np.count_nonzero(s.held):
         is_in_pool &= ~s.held  # its KV goes first
-    in_pool = is_in_pool.nonzero()[0]
-    cached = (num_tokens[in_pool] + (kv.tokens_per_block - 1)) // kv.tokens_per_block
+    cached = num_filled[is_in_pool]
     num_started_blocks = int(np.add.reduce(cached))
     num_blocks = max(0, num_started_blocks - kv.num_total_blocks)
     num_kept = kv.num_host_blocks
@@ -122,7 +120,7 @@ def overflow_of(snapshot: Snapshot, num_tokens: IntArray) -> Overflow:
     is_lost = num_blocks > num_kept
     mean_copy_s = 0.0
     if num_blocks and kv.num_host_blocks:
-        mean = min(num_blocks, num_started_blocks / len(in_pool))
+        mean = min(num_blocks, num_started_blocks / len(cached))
         comes_back = loads(snapshot) and not is_lost
         mean_copy_s = mean * (costs.offload_block_s + (costs.onboard_block_s if comes_back else 0))
     return Overflow(

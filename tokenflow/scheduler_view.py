@@ -45,7 +45,7 @@ class View:
     waiting and paused leave out what is larger than the whole pool, and what its client holds.
     num_in_state: how many rows are in each SessionState. num_tokens [n]: prompt and generated.
     num_to_come [n]: tokens that may still be generated.
-    step_s: seconds of a step of the present batch.
+    in_engine: those that run or start. step_s: seconds of a step of the present batch.
     free_blocks: after the growth of those that stay, until a pause decided now takes effect.
     reserve: further growth that placing anybody must leave room for. Both growths are 0 in
     GUARANTEED_NO_EVICT, which reserves to the end.
@@ -56,6 +56,7 @@ class View:
     num_in_state: list[int]
     running: IntArray
     starting: IntArray
+    in_engine: IntArray
     waiting: IntArray
     paused: IntArray
     num_tokens: IntArray
@@ -83,10 +84,10 @@ class View:
             self.running, ending = self.running[to_come > 1], self.running[to_come <= 1]
         self.starting = self.waiting = self.paused = _NO_ROWS
         self._find_others()
-        staying = self.running
+        self.in_engine = self.running
         if len(self.starting):
-            staying = np.concatenate([staying, self.starting])
-        self._find_room(staying)
+            self.in_engine = np.concatenate([self.running, self.starting])
+        self._find_room(self.in_engine)
         if len(ending):
             self._come_free(s.num_blocks_held[ending])
 
@@ -131,15 +132,21 @@ class View:
     def _growth(self) -> IntArray:
         """Blocks [2, n] that sequences take on until a pause decided now takes effect, and until a
         row placed now has run its quantum, never past their full length. Not where they reserve."""
-        costs, size = self.snapshot.costs, self.snapshot.kv.tokens_per_block
-        near_s = costs.pause_s + costs.plan_interval_s
-        far_s = near_s + self.policy.min_quantum_s
-        near, far = (math.ceil(seconds / self.step_s) + 1 for seconds in (near_s, far_s))
-        num_more = np.array([[size - 1], [near + size - 1], [far + size - 1]])
-        num_blocks = (self.num_tokens + num_more) // size
+        num_blocks = self._num_blocks
         later = np.minimum(num_blocks[1:], self.snapshot.sessions.num_blocks_final) - num_blocks[0]
         result: IntArray = np.maximum(later, 0)
         return result
+
+    @lazy
+    def _num_blocks(self) -> IntArray:
+        """Blocks [3, n] that sequences fill now, and at the two times of `_growth`."""
+        costs, size = self.snapshot.costs, self.snapshot.kv.tokens_per_block
+        near_s = costs.pause_s + costs.plan_interval_s
+        far_s = near_s + self.policy.min_quantum_s
+        near, far = math.ceil(near_s / self.step_s) + 1, math.ceil(far_s / self.step_s) + 1
+        num_more = np.array([[size - 1], [near + size - 1], [far + size - 1]])
+        num_blocks: IntArray = (self.num_tokens + num_more) // size
+        return num_blocks
 
     def _come_free(self, num_blocks: IntArray) -> None:
         """So many blocks each are held by streams that leave; reserved ones are not counted so."""
@@ -177,7 +184,7 @@ class View:
     @lazy
     def overflow(self) -> Overflow:
         """What of the KV the device will not hold."""
-        return overflow_of(self.snapshot, self.num_tokens)
+        return overflow_of(self.snapshot, self.num_tokens, self._num_blocks[0])
 
     @lazy
     def need(self) -> IntArray:
@@ -245,11 +252,16 @@ class View:
         return pool_s / self.policy.link_share
 
     @lazy
-    def pause_slack_s(self) -> float:
-        """Slack beyond which a mean stream may be paused."""
+    def turn_s(self) -> float:
+        """As `away_s`, for taking turns that go on for long."""
+        return self.away_s * self.policy.link_share / self.policy.turn_link_share
+
+    @lazy
+    def turn_slack_s(self) -> float:
+        """Slack with which a mean stream yields in turns that go on for long."""
         policy = self.policy
-        away_s = policy.slack_margin_s + self.away_s
-        return policy.conservativeness * self.round_trip_s + away_s
+        turn_s = policy.slack_margin_s + self.turn_s
+        return policy.conservativeness * self.round_trip_s + turn_s
 
 
 def view_of(snapshot: Snapshot, policy: TokenflowPolicy) -> View:

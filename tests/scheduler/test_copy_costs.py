@@ -112,6 +112,17 @@ def test_how_much_of_the_copies_steps_waited_for(share: float) -> None:
     assert costs.wait_share == pytest.approx(share)
 
 
+def test_a_short_time_without_waiting_changes_the_share_little() -> None:
+    """Whom that lets in stays."""
+    costs, link = CopyCostModel(), Link()
+    for share, num_blocks in [(0.5, 4000), (0.0, 200)]:  # 8 s of copying, then 0.4
+        costs.observe(link.copy(num_blocks, 0, wait_share=share))
+    assert costs.wait_share == pytest.approx(0.46, abs=0.02)
+    for _ in range(8):
+        costs.observe(link.copy(1000, 0, wait_share=0.0))
+    assert costs.wait_share < 0.1
+
+
 def test_failed_copies_teach_nothing_about_speed() -> None:
     costs, link = CopyCostModel(), Link()
     costs.observe(link.copy(4, 4))

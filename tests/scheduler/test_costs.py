@@ -137,6 +137,28 @@ def test_the_prior_is_conservative() -> None:
     assert prior.resume_s > learned.resume_s
 
 
+def test_large_batches_do_not_make_small_ones_look_fast() -> None:
+    """Reading the weights hides the arithmetic of the first 150 sequences; each more takes 20 µs.
+    A crowd is all that is seen for long, after a few steps with one."""
+
+    def seconds(num_gen: int, context: int) -> float:
+        return 0.005 + 2e-5 * max(0, num_gen - 150) + 3.4e-8 * context
+
+    model, rng = CostModel(), random.Random(2)
+    stats = [(1, 1000 + i) for i in range(60)]
+    for i in range(400):
+        num_gen = rng.randint(180, 260)
+        stats.append((num_gen, num_gen * (600 + i)))
+    for num_gen, context in stats:
+        seen = iteration(num_gen, context, 0)
+        latency_ms = 1e3 * seconds(num_gen, context)
+        model.observe_iteration(msgspec.structs.replace(seen, iter_latency_ms=latency_ms))
+    estimate = model.estimate(0.05)
+    assert estimate.step_base_s >= 0.0049
+    assert estimate.step_s(220, 200_000) == pytest.approx(seconds(220, 200_000), rel=0.03)
+    assert estimate.step_s(40, 200_000) >= 0.9 * seconds(40, 200_000)
+
+
 def test_iterations_without_work_are_ignored() -> None:
     model = CostModel()
     model.observe_iteration(iteration(0, 0, 0))

@@ -140,19 +140,45 @@ def test_where_a_pause_moves_kv_a_stream_runs_longer_before_the_next() -> None:
     assert not decide([*rows, newcomer], num_total_blocks=30, **limits).pause
 
 
+def test_a_reader_that_would_stall_need_not_wait_until_a_victim_can_stay_away() -> None:
+    """1.7 s away is asked of whoever yields to a newcomer, beside a round trip of 0.7 s."""
+    limits = {"costs": COPIES, "num_total_blocks": 30, "num_host_blocks": 64}
+    limits |= {"max_batch_size": 4, "capacity_policy": MAX_UTIL}
+    size = {"num_blocks_needed": 2, "num_blocks_final": 4}
+    due = paused(0.3, num_prompt_tokens=30, **size)
+    assert len(decide([*crowd(2.2), due], **limits).pause) == 1
+    assert not decide([*crowd(2.2), waiting(**size)], **limits).pause
+    assert decide([*crowd(9.0), waiting(**size)], **limits).pause
+
+
 # -- ways back for all -------------------------------------------------------------------------
 
 
-def test_no_pause_if_the_link_cannot_bring_everybody_back_in_time() -> None:
-    """Three are due in 2.5 s. Each loads 60 blocks; the link brings 100 in a second, or 50."""
+def test_no_pause_for_a_newcomer_if_the_link_cannot_bring_everybody_back_in_time() -> None:
+    """Three are due in 2.9 s. Each loads 60 blocks; the link brings 100 in a second, or 50."""
     size = {"num_prompt_tokens": 1800, "num_blocks_needed": 1, "num_host_blocks": 60}
-    rows = [paused(2.5 + 0.01 * i, **size) for i in range(3)]
+    rows = [paused(2.9 + 0.01 * i, **size) for i in range(3)]
     rows += [running(9.0, read_rate=1.0), running(9.0, read_rate=1.0), waiting(read_rate=1.0)]
     limits = {"max_batch_size": 2, "num_total_blocks": 400}
-    assert decide(rows, costs=COPIES, **limits).pause == (13,)
-    assert not decide(rows, costs=SLOW, **limits).pause
+    assert decide(rows, costs=COPIES, **limits).why == {13: "for waiting", 15: "waiting"}
+    assert not decide(rows, costs=SLOW, **limits).admit
     at_once = [{**row, "num_host_blocks": 0} for row in rows]
-    assert decide(at_once, costs=SLOW, **limits).pause == (13,)
+    assert decide(at_once, costs=SLOW, **limits).why == {13: "for waiting", 15: "waiting"}
+
+
+def test_many_that_are_due_together_are_brought_back_one_after_the_other() -> None:
+    """Each alone would be due at 1.6 s. The last of three waits for 1.2 s of the others' loads, and
+    so the first is due at 2.8, if the others are nearly as short of time."""
+    size = {"num_prompt_tokens": 1800, "num_blocks_needed": 1, "num_host_blocks": 60}
+
+    def due(*slack_s: float) -> list[int]:
+        return due_rows(view([paused(s, **size) for s in slack_s], costs=COPIES))
+
+    assert due(2.5, 2.5, 2.5) == [0]
+    assert due(2.9, 2.9, 2.9) == due(2.5, 3.9, 3.9) == due(2.5) == []
+    assert due(1.7, 1.7, 9.0) == [0]
+    assert due(1.0, 1.5, 9.0) == [0, 1]
+    assert due_rows(view([paused(9.0, **size), {**paused(9.0, **size), "started": False}])) == [1]
 
 
 def test_a_due_resume_takes_only_victims_that_can_wait_for_its_load() -> None:
