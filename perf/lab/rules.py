@@ -147,6 +147,10 @@ VARIANTS: tuple[Variant, ...] = (
         ("whole-link-no-quantum", "all, no quantum", {"link_share": 1.0, "min_quantum_s": 0.0}),
     ),
     *_variants(
+        f"it is foreseen to use {_DEFAULT.turn_link_share:g} of it, if it lasts",
+        ("short-turns-foreseen", "as much as it may", {"turn_link_share": _DEFAULT.link_share}),
+    ),
+    *_variants(
         f"recomputing takes at most {_DEFAULT.recompute_share:g} of the time until a stream is due",
         ("recompute-unforeseen", "as long as it takes", {"recompute_share": _NEVER}),
         ("no-recompute", "nothing is recomputed for a newcomer", {"recompute_share": 0.0}),
