@@ -200,13 +200,13 @@ def _yielding_order(view: View, rows: IntArray) -> IntArray:
 
 def due_rows(view: View) -> list[int]:
     """Paused rows that must come back now, most urgent first: S <= κ·t_resume + ε + plan interval,
-    earlier where many are due together, or, without a reader, paused for the longest time allowed.
-    At most what one plan can place and pass over."""
+    or, without a reader, paused for the longest time allowed. At most what one plan can place and
+    pass over."""
     s, policy = view.snapshot.sessions, view.policy
     rows = view.paused
     if not len(rows) or _surely_not_due(view, rows):
         return []
-    due = (_start_s(view, rows) <= 0) | ~s.started[rows]
+    due = (s.slack_s[rows] <= due_slack_s(view, rows)) | ~s.started[rows]
     machines = ~s.has_reader[rows]
     if machines.any():
         wait_s = view.snapshot.now - s.wait_since_time[rows]
@@ -223,8 +223,8 @@ def due_rows(view: View) -> list[int]:
 
 
 def _surely_not_due(view: View, rows: IntArray) -> bool:
-    """True if none of the paused `rows` is due: because the least slack of all is more than what
-    the one that takes longest to bring back needs, and none has to make way for those behind it."""
+    """True if none of the paused `rows` is due because the least slack of all is more than what
+    the one that takes longest to bring back needs."""
     s, policy, costs, ways = view.snapshot.sessions, view.policy, view.snapshot.costs, view.ways
     if not view.all_read or np.count_nonzero(s.started[rows]) < len(rows):
         return False
@@ -232,25 +232,7 @@ def _surely_not_due(view: View, rows: IntArray) -> bool:
     if costs.onboard_block_s:
         resume_s += highest(ways.num_blocks[rows]) * costs.onboard_block_s
     limit_s = policy.conservativeness * resume_s + (policy.slack_margin_s + costs.plan_interval_s)
-    if not lowest(s.slack_s[rows]) > limit_s:
-        return False
-    return lowest(_start_s(view, rows)) > 0
-
-
-def _start_s(view: View, rows: IntArray) -> FloatArray:
-    """Seconds after which each of the paused `rows` is due: as early as those behind it need, where
-    the engine brings them back one after the other."""
-    s, ways, costs = view.snapshot.sessions, view.ways, view.snapshot.costs
-    slack_s = np.where(s.started[rows], s.slack_s[rows], 0.0)
-    spare_s = slack_s - due_slack_s(view, rows)
-    load_s = (ways.num_tokens[rows] - 1) / costs.prefill_tokens_per_s
-    load_s = load_s + ways.num_blocks[rows] * costs.onboard_block_s
-    order = spare_s.argsort(kind="stable")
-    before_s = np.add.accumulate(load_s[order]) - load_s[order]
-    latest = np.minimum.accumulate((spare_s[order] - before_s)[::-1])[::-1] + before_s
-    start_s = np.empty(len(rows))
-    start_s[order] = latest
-    return start_s
+    return lowest(s.slack_s[rows]) > limit_s
 
 
 def due_slack_s(view: View, rows: IntArray) -> FloatArray:

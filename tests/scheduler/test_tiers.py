@@ -166,21 +166,6 @@ def test_no_pause_for_a_newcomer_if_the_link_cannot_bring_everybody_back_in_time
     assert decide(at_once, costs=SLOW, **limits).why == {13: "for waiting", 15: "waiting"}
 
 
-def test_many_that_are_due_together_are_brought_back_one_after_the_other() -> None:
-    """Each alone would be due at 1.6 s. The last of three waits for 1.2 s of the others' loads, and
-    so the first is due at 2.8, if the others are nearly as short of time."""
-    size = {"num_prompt_tokens": 1800, "num_blocks_needed": 1, "num_host_blocks": 60}
-
-    def due(*slack_s: float) -> list[int]:
-        return due_rows(view([paused(s, **size) for s in slack_s], costs=COPIES))
-
-    assert due(2.5, 2.5, 2.5) == [0]
-    assert due(2.9, 2.9, 2.9) == due(2.5, 3.9, 3.9) == due(2.5) == []
-    assert due(1.7, 1.7, 9.0) == [0]
-    assert due(1.0, 1.5, 9.0) == [0, 1]
-    assert due_rows(view([paused(9.0, **size), {**paused(9.0, **size), "started": False}])) == [1]
-
-
 def test_a_due_resume_takes_only_victims_that_can_wait_for_its_load() -> None:
     """Steps wait for the load of 100 blocks: a second. Beside the steps nobody waits for it."""
     due = paused(0.3, num_prompt_tokens=3100, num_host_blocks=100)
