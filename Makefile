@@ -22,7 +22,7 @@ SEEDS ?= 1
 TIERED := tokenflow-tiering,fcfs-max-utilization-host,tokenflow-paper-tiering,tokenflow-guide-tiering
 SIMULATE := OMP_NUM_THREADS=1 $(BIN)/python -m perf.simulate --jobs $(JOBS)
 SWEEP := OMP_NUM_THREADS=1 $(BIN)/python -m perf.sweep --jobs $(JOBS) \
-  --setup 4090-b,4090-c --seeds 1-5
+  --setup 4090-b,4090-c --seeds 1-3
 
 # Test workers share the cores: one thread each, and waiting threads sleep instead of spinning.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
@@ -112,7 +112,7 @@ lab: $(READY)  ## every policy on the paper's set-ups, in virtual time; tables, 
 	  --output $(RESULTS)/ablation.json --figures $(RESULTS)
 	$(MAKE) sweep
 
-sweep: $(READY)  ## parameters of the scheduler over seeds, with intervals; about half an hour
+sweep: $(READY)  ## parameters of the scheduler over seeds, with intervals; about ten minutes with JOBS=2
 	$(SWEEP) --param conservativeness=1,2,5,20
 	$(SWEEP) --param plan_interval_s=0.02,0.1,0.5,1
 	$(SWEEP) --param min_quantum_s=0.25,0.5,2,4
