@@ -156,7 +156,7 @@ def test_an_engine_that_decodes_fast_and_recomputes_slowly(capacity_policy: str)
     engine = third_of_the_pool(capacity_policy, prompt=512, **ACCELERATOR)
     run = Outcome(requests, engine).result
     baseline = without_pauses(requests, engine)
-    assert throughput_ratio(run, baseline) >= 0.84
+    assert throughput_ratio(run, baseline) >= 0.85
     assert share_with_visible_stall(run.streams()) <= 0.02
     assert max(q.num_pauses for q in run.seqs) <= 6
     assert median_ttft_s(run) <= 0.5 * median_ttft_s(baseline)

@@ -148,7 +148,7 @@ def test_machines_yield_and_come_back(every: int) -> None:
     policy = TokenflowPolicy()
     result, baseline = run(requests), fcfs(requests)
     assert ttft(result, 50) <= 1.0
-    assert ttft(result, 100) <= 0.3 * ttft(baseline, 100)
+    assert ttft(result, 100) <= (0.3 if every == 1 else 0.25) * ttft(baseline, 100)
     assert worst_stall_s(result) == 0.0
     assert max(q.num_pauses for q in result.seqs) <= policy.max_machine_pauses
     assert throughput_ratio(result, baseline) >= 0.9
@@ -218,7 +218,7 @@ def test_kinds_that_cannot_be_paused_leave_room_for_others() -> None:
 def test_hiccups_of_the_engine_do_not_turn_into_visible_stalls() -> None:
     """Steps vary by a tenth and every sixtieth takes six times as long (0.35 s)."""
     factors = tuple((0.9, 1.0, 1.1)[i % 3] * (6.0 if i % 60 == 59 else 1.0) for i in range(180))
-    engine, ratios = SimEngine(step_factors=factors), []
+    engine = SimEngine(step_factors=factors)
     for seed in (1, 2, 3):
         result, baseline = run(demo(seed=seed), engine), fcfs(demo(seed=seed), engine)
         found = [stall for s in result.streams() for stall in stalls(s)]
@@ -226,9 +226,7 @@ def test_hiccups_of_the_engine_do_not_turn_into_visible_stalls() -> None:
         assert max((s.duration_s for s in found if s.token_index > 4), default=0.0) == 0.0
         assert worst_stall_s(result) <= 0.4
         assert ttft(result, 100) <= 1.5
-        ratios.append(throughput_ratio(result, baseline))
-    assert min(ratios) >= 0.93
-    assert sum(ratios) / len(ratios) >= 0.97
+        assert throughput_ratio(result, baseline) >= 0.95
 
 
 def test_same_run_twice_is_the_same() -> None:

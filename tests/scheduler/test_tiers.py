@@ -155,13 +155,13 @@ def test_a_reader_that_would_stall_need_not_wait_until_a_victim_can_stay_away() 
 
 
 def test_no_pause_for_a_newcomer_if_the_link_cannot_bring_everybody_back_in_time() -> None:
-    """Three are due in 2.9 s. Each loads 60 blocks; the link brings 100 in a second, or 50."""
+    """Three are due in 2.5 s. Each loads 60 blocks; the link brings 100 in a second, or 50."""
     size = {"num_prompt_tokens": 1800, "num_blocks_needed": 1, "num_host_blocks": 60}
-    rows = [paused(2.9 + 0.01 * i, **size) for i in range(3)]
+    rows = [paused(2.5 + 0.01 * i, **size) for i in range(3)]
     rows += [running(9.0, read_rate=1.0), running(9.0, read_rate=1.0), waiting(read_rate=1.0)]
     limits = {"max_batch_size": 2, "num_total_blocks": 400}
     assert decide(rows, costs=COPIES, **limits).why == {13: "for waiting", 15: "waiting"}
-    assert not decide(rows, costs=SLOW, **limits).admit
+    assert not decide(rows, costs=SLOW, **limits).pause
     at_once = [{**row, "num_host_blocks": 0} for row in rows]
     assert decide(at_once, costs=SLOW, **limits).why == {13: "for waiting", 15: "waiting"}
 
