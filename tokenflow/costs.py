@@ -22,6 +22,7 @@ Pure: no clock; observations carry their durations.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -53,6 +54,9 @@ the last iterations cannot tell apart stays as it was."""
 
 _NUM_ROUND_TRIPS = 16
 _ROUND_TRIP_QUANTILE = 0.75
+_CROWD_MEMORY_S = 20.0
+"""What a resume took is forgotten after so long: it waited for a crowd that is over. Where it took
+so long that nobody may be paused any more, no shorter one would ever be seen."""
 _PRIOR_STEPS = 2.0
 """A pause or resume not yet observed is taken as so many steps: the one in flight and its own."""
 
@@ -78,7 +82,8 @@ class CostModel:
         self._level = 1.0
         self._num_observed = self._num_levelled = 0
         self._pauses: deque[float] = deque(maxlen=_NUM_ROUND_TRIPS)
-        self._resumes: deque[float] = deque(maxlen=_NUM_ROUND_TRIPS)
+        self._resumes: deque[tuple[float, float]] = deque(maxlen=_NUM_ROUND_TRIPS)
+        self._worked_s = 0.0  # all iterations together
         self._copies = CopyCostModel()
         self._estimate: CostEstimate | None = None  # until the next observation
 
@@ -105,6 +110,7 @@ class CostModel:
             batching.num_ctx_tokens,
         )
         self._estimate = None
+        self._worked_s += seconds
         self._window.append(raw, seconds)
         self._num_observed += 1
         self._kinds[_kind_of(raw)].append((self._num_observed, raw, seconds))
@@ -121,12 +127,13 @@ class CostModel:
     ) -> None:
         """Learn from one resume: from enqueue to first token, with `num_tokens` recomputed
         (1 = all kept) and blocks brought back from the host. Both are taken off: they are charged
-        per request. What it waits for others counts: a crowd that comes back is slow to."""
+        per request. What it waits for others counts, as long as the engine remembers: a crowd that
+        comes back is slow to."""
         self._estimate = None
         self._learn_level()
         recompute_s = max(0, num_tokens - 1) * self._prefill_s_per_token()
         onboard_s = num_onboarded_blocks * self._copies.onboard_block_s
-        self._resumes.append(max(0.0, seconds - recompute_s - onboard_s))
+        self._resumes.append((self._worked_s, max(0.0, seconds - recompute_s - onboard_s)))
 
     def estimate(self, plan_interval_s: float) -> CostEstimate:
         """The current figures; `plan_interval_s` is the caller's time between two plans."""
@@ -182,12 +189,19 @@ class CostModel:
             step_per_sequence_s=float(theta[2]),
             step_per_context_token_s=float(theta[3]),
             pause_s=_round_trip(self._pauses, step_s),
-            resume_s=_round_trip(self._resumes, step_s),
+            resume_s=_round_trip(self._recent_resumes(), step_s),
             plan_interval_s=plan_interval_s,
             offload_block_s=self._copies.offload_block_s,
             onboard_block_s=self._copies.onboard_block_s,
             copy_wait_share=self._copies.wait_share,
         )
+
+    def _recent_resumes(self) -> list[float]:
+        """Seconds of those that are not forgotten; the shortest of all, if they are: it waited for
+        the fewest others."""
+        since_s = self._worked_s - _CROWD_MEMORY_S
+        recent = [seconds for worked_s, seconds in self._resumes if worked_s >= since_s]
+        return recent or sorted(seconds for _, seconds in self._resumes)[:1]
 
     def _prefill_s_per_token(self) -> float:
         # A fit may see no cost in prefill at all (every chunk hidden in a step's noise); some
@@ -246,7 +260,7 @@ def _upper_median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def _round_trip(observed: deque[float], step_s: float) -> float:
+def _round_trip(observed: Sequence[float], step_s: float) -> float:
     """Upper quartile of what was observed, but never under the step that is waited for: an engine
     that slowed down is believed before its next pause."""
     if not observed:

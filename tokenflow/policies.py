@@ -68,6 +68,8 @@ class TokenflowPolicy:
         pause moves KV, a stream runs as long as moving the whole pool takes at that share, unless
         a reader would stall. turn_link_share: the share at which they must be able to go on: so
         long are the turns with which it is foreseen whether all can be brought back in time.
+    turn_recompute_share: as link_share, of the engine's time, for computing again what no tier
+        kept.
     anticipate: in a burst, keep room for the arrivals that their averages announce.
     write_through: copy KV to the host while its stream still runs (KvTiering).
     write_through_fill: share of the pool that streams fill, from which that is worth while; in a
@@ -82,7 +84,7 @@ class TokenflowPolicy:
     wait_form: WaitForm = WaitForm.AGEING
     unstarted_bonus: float = 2.0
     priority_shift: float = 4.0
-    load_limit: float = 0.85
+    load_limit: float = 0.9
     bridge_margins: float = 6.0
     turn_share: float = 0.08
     recompute_share: float = 0.08
@@ -99,6 +101,7 @@ class TokenflowPolicy:
     tail_share: float = 0.9
     link_share: float = 0.35
     turn_link_share: float = 0.1
+    turn_recompute_share: float = 0.8
     anticipate: bool = True
     write_through: bool = True
     write_through_fill: float = 0.7
@@ -116,8 +119,9 @@ class TokenflowPolicy:
             raise ConfigError("slack_floor_s", "must be > 0")
         if not self.low_share <= self.high_share < self.worthless_share:
             raise ConfigError("high_share", "low_share <= high_share < worthless_share must hold")
-        if not 0 < self.link_share <= 1:
-            raise ConfigError("link_share", f"must be in (0, 1], got {self.link_share!r}")
+        for name in ("link_share", "turn_recompute_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(name, f"must be in (0, 1], got {getattr(self, name)!r}")
         if not 0 < self.turn_link_share <= self.link_share:
             raise ConfigError(
                 "turn_link_share", f"must be in (0, link_share], got {self.turn_link_share!r}"

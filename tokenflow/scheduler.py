@@ -103,7 +103,7 @@ def _place_all(view: View, draft: Draft, able: Victims) -> None:
 def _relieve_pool(view: View, draft: Draft) -> None:
     """Pause until the growth of those that stay fits: with slack to spare first, then forced."""
     able = victims(view)
-    chosen = draft.victims_to_reach(0, 0, [row for row, _ in able.for_due])
+    chosen = draft.victims_to_reach(0, 0, able.for_growth)
     if chosen is not None:
         for row in chosen:
             draft.take_out(row, "growth")

@@ -81,7 +81,8 @@ class PrefillBudget:
 
     def _left_s(self, view: View) -> float:
         """Seconds of what is under way that are still to come: one after the other, in the order in
-        which they were enqueued, each from the first boundary after that."""
+        which they were enqueued, each from the first boundary after that. What should have been
+        done by now takes a step more."""
         s, rows = self._sessions, view.starting
         if not len(rows):
             return 0.0
@@ -91,7 +92,8 @@ class PrefillBudget:
         end_time = 0.0
         for begin_time, seconds in zip(begin_times, prefill_s, strict=True):
             end_time = max(end_time, begin_time) + seconds
-        return max(0.0, end_time - view.snapshot.now)
+        least_s = view.step_s if begin_times[0] < view.snapshot.now else 0.0
+        return max(least_s, end_time - view.snapshot.now)
 
     def _limit(self, rows: IntArray) -> None:
         """Not more from now on than a reader of `rows` takes for a token."""

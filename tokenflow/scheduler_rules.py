@@ -57,10 +57,24 @@ class Victims:
     @lazy
     def for_due(self) -> list[tuple[int, float]]:
         """Those that may yield to a due resume: the rested first, then the others, because limits
-        on pauses must not make a reader stall."""
+        on pauses must not make a reader stall. But one that neither ran nor can be away for a turn
+        stays: turns that only bring back and pause again make all readers stall."""
         rows, spare_s, rested, _ = self._found
         order = (~rested).argsort(kind="stable")
-        return list(zip(rows[order].tolist(), spare_s[order].tolist(), strict=True))
+        rows, spare_s = rows[order], spare_s[order]
+        view = self._view
+        if view.away_s:
+            ran_s = view.snapshot.now - view.snapshot.sessions.running_since_time[rows]
+            may = np.maximum(ran_s, spare_s) >= view.away_s
+            rows, spare_s = rows[may], spare_s[may]
+        return list(zip(rows.tolist(), spare_s.tolist(), strict=True))
+
+    @lazy
+    def for_growth(self) -> list[int]:
+        """Those that may yield to the growth of others: all, the rested first."""
+        rows, _, rested, _ = self._found
+        result: list[int] = rows[(~rested).argsort(kind="stable")].tolist()
+        return result
 
     @lazy
     def for_others(self) -> list[tuple[int, float]]:

@@ -65,7 +65,8 @@ class Overflow(NamedTuple):
     """What the tiers will not hold once everybody paused has gone on.
 
     num_started_blocks: KV of all that started. num_blocks: what the device does not hold of it.
-    is_lost: not all of that fits on the host either.
+    is_lost: not all of that fits on the host either. lost_share: what of a mean stream's KV it is,
+    from 0 to 1, that neither tier keeps.
     mean_copy_s: seconds of copying, both ways, in the mean pause; 0 while the device holds all.
     """
 
@@ -74,6 +75,7 @@ class Overflow(NamedTuple):
     num_started_blocks: int
     num_blocks: int
     is_lost: bool
+    lost_share: float
     mean_copy_s: float
 
     def after_pause(self, rows: IntArray) -> tuple[IntArray, IntArray]:
@@ -118,7 +120,9 @@ def overflow_of(snapshot: Snapshot, num_tokens: IntArray, num_filled: IntArray) 
     if num_blocks and kv.has_tiering:
         num_kept -= int(s.num_copied_blocks.sum())  # on both tiers
     is_lost = num_blocks > num_kept
-    mean_copy_s = 0.0
+    lost_share = mean_copy_s = 0.0
+    if is_lost:
+        lost_share = min(1.0, (num_blocks - num_kept) * len(cached) / num_started_blocks)
     if num_blocks and kv.num_host_blocks:
         mean = min(num_blocks, num_started_blocks / len(cached))
         comes_back = loads(snapshot) and not is_lost
@@ -129,6 +133,7 @@ def overflow_of(snapshot: Snapshot, num_tokens: IntArray, num_filled: IntArray) 
         num_started_blocks=num_started_blocks,
         num_blocks=num_blocks,
         is_lost=is_lost,
+        lost_share=lost_share,
         mean_copy_s=mean_copy_s,
     )
 

@@ -244,17 +244,36 @@ class View:
 
     @lazy
     def away_s(self) -> float:
-        """Time for which a paused stream is away at least: where pauses move KV, as long as taking
-        turns must last to leave the link most of its time; else none."""
-        if not self.mean_copy_s:
-            return 0.0
-        pool_s = self.snapshot.kv.num_total_blocks * link_block_s(self.snapshot)
-        return pool_s / self.policy.link_share
+        """Time for which a paused stream is away at least: where pauses move KV, or lose it, so
+        long as turns must last to leave the link, or the engine, time for the rest; else none."""
+        policy = self.policy
+        return self._turn_s(policy.link_share, policy.turn_recompute_share)
 
     @lazy
     def turn_s(self) -> float:
         """As `away_s`, for taking turns that go on for long."""
-        return self.away_s * self.policy.link_share / self.policy.turn_link_share
+        policy = self.policy
+        return self._turn_s(policy.turn_link_share, policy.turn_recompute_share)
+
+    def _turn_s(self, link_share: float, recompute_share: float) -> float:
+        """Seconds in which all that the pool holds may be moved, and what is lost of it computed
+        again, with such shares of the link and of the engine."""
+        return max(self._moving_s / link_share, self._computing_s / recompute_share)
+
+    @lazy
+    def _moving_s(self) -> float:
+        """Seconds for moving all that the pool holds, where pauses move KV."""
+        if not self.mean_copy_s:
+            return 0.0
+        return self.snapshot.kv.num_total_blocks * link_block_s(self.snapshot)
+
+    @lazy
+    def _computing_s(self) -> float:
+        """Seconds for computing again what pauses lose, if all that are in the engine yield."""
+        if not self.overflow.is_lost:
+            return 0.0
+        num_tokens = float(np.add.reduce(self.num_tokens[self.in_engine]))
+        return self.overflow.lost_share * num_tokens / self.snapshot.costs.prefill_tokens_per_s
 
     @lazy
     def turn_slack_s(self) -> float:

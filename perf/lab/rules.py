@@ -151,6 +151,10 @@ VARIANTS: tuple[Variant, ...] = (
         ("short-turns-foreseen", "as much as it may", {"turn_link_share": _DEFAULT.link_share}),
     ),
     *_variants(
+        f"computing lost KV again uses {_DEFAULT.turn_recompute_share:g} of the engine in turns",
+        ("short-turns-recompute", "all of it", {"turn_recompute_share": 1.0}),
+    ),
+    *_variants(
         f"recomputing takes at most {_DEFAULT.recompute_share:g} of the time until a stream is due",
         ("recompute-unforeseen", "as long as it takes", {"recompute_share": _NEVER}),
         ("no-recompute", "nothing is recomputed for a newcomer", {"recompute_share": 0.0}),

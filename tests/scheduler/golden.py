@@ -54,7 +54,7 @@ SCENARIOS = {
     "overload": (sustained(1.5, num=30), SimEngine()),
     "tiers_by_rules": (
         _FAST,
-        dataclasses.replace(_TIERED, num_total_blocks=48, kv_tiering=False),
+        dataclasses.replace(_TIERED, num_total_blocks=44, kv_tiering=False),
     ),
     "tiers_told": (_FAST, _TIERED),
     "crowd": (crowd(long_outputs(num_newcomers=16)), _QUICK),

@@ -76,7 +76,7 @@ def test_no_exchange_while_victims_will_be_wanted() -> None:
 def test_no_room_is_kept_for_arrivals_that_could_not_start() -> None:
     """A newcomer waits for whom the load is too high already: those to come would wait too."""
     fast = {"read_rate": 12.0, "max_tokens": 1000}
-    rows = [running(0.1, **fast), paused(60.0, **fast), waiting(read_rate=20.0, max_tokens=1000)]
+    rows = [running(0.1, **fast), paused(60.0, **fast), waiting(read_rate=24.0, max_tokens=1000)]
     full = {"max_batch_size": 2, "num_total_blocks": 12}
     assert decide(rows, arrivals=BURST, **full).resume == (11,)
     assert not decide(rows[:2], arrivals=BURST, **full).resume

@@ -70,13 +70,13 @@ def test_a_pause_leaves_time_to_compute_again_what_the_pool_cannot_keep() -> Non
 
     def decide(num_prompt_tokens: int, policy: TokenflowPolicy = POLICY) -> bool:
         size = {"num_prompt_tokens": num_prompt_tokens, "num_blocks_needed": 20}
-        rows = [running(6.0, **size, read_rate=0.5) for _ in range(4)]
+        rows = [running(12.0, **size, read_rate=0.5) for _ in range(4)]
         newcomer = waiting(num_blocks_needed=20, num_blocks_final=20, read_rate=0.5)
         limits = {"max_batch_size": 4, "num_total_blocks": 80}
         return bool(plan(snapshot([*rows, newcomer], **limits), policy).pause)
 
     assert decide(300)  # the pool keeps everything: nothing is computed again
-    assert not decide(2900)  # 3,000 tokens within 6 s, of which 1.15 s are prefill
+    assert not decide(2900)  # 3,000 tokens within 12 s, of which 1.15 s are prefill
     assert decide(2900, generous)
 
 

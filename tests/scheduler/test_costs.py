@@ -176,6 +176,21 @@ def test_round_trips_are_the_upper_quartile_of_what_was_seen() -> None:
     assert estimate.resume_s == pytest.approx(0.1, abs=0.02)
 
 
+def test_what_a_resume_waited_for_a_crowd_is_forgotten() -> None:
+    """Where nobody may be paused because resumes took 6 s, no shorter one would be seen."""
+    model = CostModel()
+    feed(model, 50)
+    for seconds in (0.2, *[6.0] * 8):
+        model.observe_resume(seconds, 1)
+    assert model.estimate(0.05).resume_s == 6.0
+    feed(model, 100)
+    assert model.estimate(0.05).resume_s == 6.0
+    feed(model, 300)
+    assert model.estimate(0.05).resume_s == 0.2  # what it took without a crowd
+    model.observe_resume(0.3, 1)
+    assert model.estimate(0.05).resume_s == 0.3
+
+
 def test_an_engine_of_half_the_speed_moves_the_pause_threshold() -> None:
     """The same streams: paused for a newcomer at full speed, not at half of it."""
 
