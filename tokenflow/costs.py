@@ -197,11 +197,9 @@ class CostModel:
         )
 
     def _recent_resumes(self) -> list[float]:
-        """Seconds of those that are not forgotten; the shortest of all, if they are: it waited for
-        the fewest others."""
+        """Seconds of those that are not forgotten."""
         since_s = self._worked_s - _CROWD_MEMORY_S
-        recent = [seconds for worked_s, seconds in self._resumes if worked_s >= since_s]
-        return recent or sorted(seconds for _, seconds in self._resumes)[:1]
+        return [seconds for worked_s, seconds in self._resumes if worked_s >= since_s]
 
     def _prefill_s_per_token(self) -> float:
         # A fit may see no cost in prefill at all (every chunk hidden in a step's noise); some

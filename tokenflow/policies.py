@@ -65,11 +65,12 @@ class TokenflowPolicy:
         first, or it would run alone in the end. 0: always the longest first.
     min_exchange_gain: tokens' worth gained, per token of round trip, that an exchange must bring.
     link_share: share of the link between the tiers that streams taking turns may use: where a
-        pause moves KV, a stream runs as long as moving the whole pool takes at that share, unless
-        a reader would stall. turn_link_share: the share at which they must be able to go on: so
-        long are the turns with which it is foreseen whether all can be brought back in time.
-    turn_recompute_share: as link_share, of the engine's time, for computing again what no tier
-        kept.
+        pause moves KV, a stream runs, and can be away, as long as moving the whole pool takes at
+        that share; if a reader would stall, both together. turn_link_share: the share at which
+        they must be able to go on: so long are the turns with which it is foreseen whether all can
+        be brought back in time.
+    turn_recompute_share: as both, of the engine's time, where a pause loses KV: a turn is as long
+        as computing again what those in the engine hold takes at that share.
     anticipate: in a burst, keep room for the arrivals that their averages announce.
     write_through: copy KV to the host while its stream still runs (KvTiering).
     write_through_fill: share of the pool that streams fill, from which that is worth while; in a

@@ -81,8 +81,8 @@ class PrefillBudget:
 
     def _left_s(self, view: View) -> float:
         """Seconds of what is under way that are still to come: one after the other, in the order in
-        which they were enqueued, each from the first boundary after that. What should have been
-        done by now takes a step more."""
+        which they were enqueued, each from the first boundary after that; once the first has begun
+        not less than a step, with which it ends."""
         s, rows = self._sessions, view.starting
         if not len(rows):
             return 0.0

@@ -57,15 +57,17 @@ class Victims:
     @lazy
     def for_due(self) -> list[tuple[int, float]]:
         """Those that may yield to a due resume: the rested first, then the others, because limits
-        on pauses must not make a reader stall. But one that neither ran nor can be away for a turn
-        stays: turns that only bring back and pause again make all readers stall."""
+        on pauses must not make a reader stall. But where turns have a least length, a stream must
+        have run and be able to stay away for a whole cycle of such turns together: shorter ones,
+        which do little but bring back and pause again, make all readers stall."""
         rows, spare_s, rested, _ = self._found
         order = (~rested).argsort(kind="stable")
         rows, spare_s = rows[order], spare_s[order]
         view = self._view
         if view.away_s:
             ran_s = view.snapshot.now - view.snapshot.sessions.running_since_time[rows]
-            may = np.maximum(ran_s, spare_s) >= view.away_s
+            cycle_s = view.away_s * (1.0 + len(view.paused) / len(view.in_engine))
+            may = ran_s + spare_s >= cycle_s
             rows, spare_s = rows[may], spare_s[may]
         return list(zip(rows.tolist(), spare_s.tolist(), strict=True))
 
@@ -123,8 +125,8 @@ class Pool:
 def victims(view: View) -> Victims:
     """Rows that may be paused without a stall: S_i >= κ·(pause + offload + onboard + resume + plan
     interval) + ε, with what is to be recomputed. Copies are charged only where the pool is going to
-    need the blocks; there a stream must be able to stay away for a while too, unless a reader would
-    stall. A stream without a reader may be paused a bounded number of times, and beyond
+    need the blocks; there a stream must be able to stay away for a while too (`Victims.for_due`: or
+    run for longer). A stream without a reader may be paused a bounded number of times, and beyond
     it only for a reader that would stall. One that ends within the round trip is left to end."""
     return Victims(view)
 

@@ -33,8 +33,8 @@ def surely_carried(view: View) -> bool:
 
     Each is taken to be as long as the longest. Those that fill a batch, or all, if they are fewer,
     get a token each step; a step with a full batch takes longest. Where KV may outgrow the device,
-    everything is computed again at each turn, and turns are as short as can be; with a host tier
-    that is not looked for.
+    everything is computed again at each turn, and turns are taken to be as short as the policy lets
+    any be; with a host tier that is not looked for.
     """
     s, kv, costs = view.snapshot.sessions, view.snapshot.kv, view.snapshot.costs
     rate = float(np.add.reduce(s.read_rate))

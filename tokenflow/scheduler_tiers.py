@@ -65,8 +65,8 @@ class Overflow(NamedTuple):
     """What the tiers will not hold once everybody paused has gone on.
 
     num_started_blocks: KV of all that started. num_blocks: what the device does not hold of it.
-    is_lost: not all of that fits on the host either. lost_share: what of a mean stream's KV it is,
-    from 0 to 1, that neither tier keeps.
+    is_lost: not all of that fits on the host either. lost_share: what of a mean stream's KV is
+    computed again, from 0 to 1.
     mean_copy_s: seconds of copying, both ways, in the mean pause; 0 while the device holds all.
     """
 
@@ -121,8 +121,9 @@ def overflow_of(snapshot: Snapshot, num_tokens: IntArray, num_filled: IntArray) 
         num_kept -= int(s.num_copied_blocks.sum())  # on both tiers
     is_lost = num_blocks > num_kept
     lost_share = mean_copy_s = 0.0
-    if is_lost:
-        lost_share = min(1.0, (num_blocks - num_kept) * len(cached) / num_started_blocks)
+    num_lost_blocks = num_blocks - (num_kept if loads(snapshot) else 0)
+    if num_lost_blocks > 0:
+        lost_share = min(1.0, num_lost_blocks * len(cached) / num_started_blocks)
     if num_blocks and kv.num_host_blocks:
         mean = min(num_blocks, num_started_blocks / len(cached))
         comes_back = loads(snapshot) and not is_lost

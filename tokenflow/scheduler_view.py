@@ -131,7 +131,8 @@ class View:
     @lazy
     def _growth(self) -> IntArray:
         """Blocks [2, n] that sequences take on until a pause decided now takes effect, and until a
-        row placed now has run its quantum, never past their full length. Not where they reserve."""
+        row placed now has run its least quantum, never past their full length. Not where they
+        reserve."""
         num_blocks = self._num_blocks
         later = np.minimum(num_blocks[1:], self.snapshot.sessions.num_blocks_final) - num_blocks[0]
         result: IntArray = np.maximum(later, 0)
@@ -270,7 +271,7 @@ class View:
     @lazy
     def _computing_s(self) -> float:
         """Seconds for computing again what pauses lose, if all that are in the engine yield."""
-        if not self.overflow.is_lost:
+        if not self.overflow.lost_share:
             return 0.0
         num_tokens = float(np.add.reduce(self.num_tokens[self.in_engine]))
         return self.overflow.lost_share * num_tokens / self.snapshot.costs.prefill_tokens_per_s

@@ -180,13 +180,14 @@ def test_what_a_resume_waited_for_a_crowd_is_forgotten() -> None:
     """Where nobody may be paused because resumes took 6 s, no shorter one would be seen."""
     model = CostModel()
     feed(model, 50)
-    for seconds in (0.2, *[6.0] * 8):
-        model.observe_resume(seconds, 1)
+    for _ in range(40):
+        model.observe_resume(6.0, 1)
     assert model.estimate(0.05).resume_s == 6.0
     feed(model, 100)
     assert model.estimate(0.05).resume_s == 6.0
     feed(model, 300)
-    assert model.estimate(0.05).resume_s == 0.2  # what it took without a crowd
+    unknown_s = model.estimate(0.05).resume_s
+    assert 0.1 < unknown_s < 0.4  # as before the first: two steps
     model.observe_resume(0.3, 1)
     assert model.estimate(0.05).resume_s == 0.3
 
