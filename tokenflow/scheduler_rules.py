@@ -64,7 +64,7 @@ class Victims:
         order = (~rested).argsort(kind="stable")
         rows, spare_s = rows[order], spare_s[order]
         view = self._view
-        if view.away_s:
+        if len(rows) and view.away_s:
             ran_s = view.snapshot.now - view.snapshot.sessions.running_since_time[rows]
             cycle_s = view.away_s * (1.0 + len(view.paused) / len(view.in_engine))
             may = ran_s + spare_s >= cycle_s

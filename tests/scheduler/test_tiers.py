@@ -132,6 +132,14 @@ def test_turns_are_not_shorter_than_computing_again_takes(
     assert len(able.for_growth) == 4
 
 
+def test_due_streams_beyond_the_pool_find_nobody_in_the_engine_to_yield() -> None:
+    """All are paused and due, and the pool has room for one."""
+    size = {"num_prompt_tokens": 400, "num_blocks_needed": 20}
+    rows = [paused(0.0, **size, num_host_blocks=8) for _ in range(4)]
+    decision = decide(rows, costs=COPIES, num_total_blocks=24)
+    assert (decision.resume, decision.pause) == ((10,), ())
+
+
 def test_what_is_computed_sooner_than_it_is_loaded_makes_turns_longer_too() -> None:
     """A block of 32 tokens takes 12 ms to compute: with loads of 10 ms only the link counts."""
     slow = dataclasses.replace(COPIES, onboard_block_s=0.02)
