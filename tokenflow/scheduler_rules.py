@@ -60,9 +60,7 @@ class Victims:
         on pauses must not make a reader stall. But where turns have a least length, a stream must
         have run and be able to stay away for a whole cycle of such turns together: shorter ones,
         which do little but bring back and pause again, make all readers stall."""
-        rows, spare_s, rested, _ = self._found
-        order = (~rested).argsort(kind="stable")
-        rows, spare_s = rows[order], spare_s[order]
+        rows, spare_s = self._rested_first
         view = self._view
         if len(rows) and view.away_s:
             ran_s = view.snapshot.now - view.snapshot.sessions.running_since_time[rows]
@@ -74,15 +72,20 @@ class Victims:
     @lazy
     def for_growth(self) -> list[int]:
         """Those that may yield to the growth of others: all, the rested first."""
-        rows, _, rested, _ = self._found
-        result: list[int] = rows[(~rested).argsort(kind="stable")].tolist()
-        return result
+        rows: list[int] = self._rested_first[0].tolist()
+        return rows
 
     @lazy
     def for_others(self) -> list[tuple[int, float]]:
         """As `others`, one by one."""
         rows, spare_s = self.others
         return list(zip(rows.tolist(), spare_s.tolist(), strict=True))
+
+    @lazy
+    def _rested_first(self) -> tuple[IntArray, FloatArray]:
+        rows, spare_s, rested, _ = self._found
+        order = (~rested).argsort(kind="stable")
+        return rows[order], spare_s[order]
 
     @lazy
     def _found(self) -> tuple[IntArray, FloatArray, BoolArray, BoolArray]:

@@ -51,6 +51,9 @@ def test_a_low_class_overtakes_in_the_end() -> None:
     ("key", "value"),
     [
         ("conservativeness", 0.5),
+        ("link_share", 0.0),
+        ("turn_link_share", 0.5),  # more than link_share
+        ("turn_recompute_share", 1.1),
         ("slack_floor_s", 0.0),
         ("load_limit", -1.0),
         ("slack_margin_s", float("nan")),
