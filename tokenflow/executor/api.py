@@ -228,7 +228,7 @@ class RequestPerfMetrics(msgspec.Struct, frozen=True, kw_only=True):
     last_iter: int | None = None
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class Result(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Tokens of one response; lists are per beam, and the beam width is 1.
 
     output_token_ids: [[int]] the tokens since the previous response (streaming), else all.
@@ -246,7 +246,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     request_perf_metrics: RequestPerfMetrics | None = None
 
 
-class Response(msgspec.Struct, frozen=True, kw_only=True):
+class Response(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Either a result or an error, never both; an error response is always final."""
 
     request_id: int
