@@ -27,13 +27,12 @@ steps failed in a row is counted here; what follows from it is the executor's bu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from tokenflow.errors import InternalError
 from tokenflow.executor.api import (
     ExecutorConfig,
-    FinishReason,
     IterationStats,
     Request,
     Response,
@@ -51,7 +50,7 @@ from tokenflow.inflight.responses import (
     result_response,
 )
 from tokenflow.inflight.runner import Runner, SequenceChunk
-from tokenflow.inflight.sequence import SequenceState
+from tokenflow.inflight.sequence import SequenceState, started
 from tokenflow.inflight.tiering import KvCommand
 from tokenflow.inflight.token_budget import PlannedChunk, TokenBudget
 
@@ -141,7 +140,7 @@ class InflightBatcher:
         self._has_freed = False
         responses += self._introduce_to_runner()
         iteration.chunks, self._context_waited = self._budget.choose(
-            [s for s in self._active if s.is_started], context_waited=self._context_waited
+            started(self._active), context_waited=self._context_waited
         )
         iteration.num_active, iteration.num_queued = len(self._active), len(self._queue.waiting)
         self._iteration = iteration
@@ -158,7 +157,7 @@ class InflightBatcher:
             self._restart_damaged(iteration)
             if not iteration.chunks:
                 return
-            output = self._runner.forward([self._runner_chunk(c) for c in iteration.chunks])
+            output = self._runner.forward(self._runner_chunks(iteration.chunks))
             iteration.set_output(output, self._runner.vocab_size)
         except Exception as error:
             iteration.failure = f"Encountered an error in forward function: {error}"
@@ -220,17 +219,17 @@ class InflightBatcher:
         """The active requests that are started, if the next step computes one token of each of them
         and, as far as is known now, nothing else happens in it. For decode_run.py, as `take_over`
         and the two looks between them."""
-        started = [s for s in self._active if s.is_started]
-        if len(started) < len(self._active) and (
+        running = started(self._active)
+        if len(running) < len(self._active) and (
             self._has_freed or not self._capacity.waits_for_an_end
         ):
             return None  # one of them may be started
-        if not 0 < len(started) <= self._budget.max_num_tokens or not self.is_still:
+        if not 0 < len(running) <= self._budget.max_num_tokens or not self.is_still:
             return None
-        if not all(s.is_generating for s in started):
+        if not all(s.is_generating for s in running):
             return None
         self._context_waited = False  # as the budget finds where there is no context
-        return started
+        return running
 
     @property
     def is_still(self) -> bool:
@@ -279,7 +278,7 @@ class InflightBatcher:
 
     def _introduce_to_runner(self) -> list[Response]:
         responses: list[Response] = []
-        for sequence in [s for s in self._active if s.is_started and not s.is_known_to_runner]:
+        for sequence in [s for s in self._active if not s.is_known_to_runner and s.is_started]:
             try:
                 self._runner.add_request(sequence.request_id, sequence.request)
             except Exception as error:
@@ -289,17 +288,24 @@ class InflightBatcher:
                 sequence.is_known_to_runner = True
         return responses
 
-    def _runner_chunk(self, chunk: PlannedChunk) -> SequenceChunk:
-        sequence = chunk.sequence
-        assert sequence.blocks is not None
-        return SequenceChunk(
-            sequence.request_id,
-            tuple(sequence.token_ids[chunk.start : chunk.end]),
-            chunk.start,
-            sequence.blocks.slots(self.kv.num_blocks_for(chunk.end)),
-            chunk.samples,
-            sequence.num_generated,
-        )
+    def _runner_chunks(self, planned: Sequence[PlannedChunk]) -> list[SequenceChunk]:
+        chunks: list[SequenceChunk] = []
+        tokens_per_block = self.kv.tokens_per_block
+        for chunk in planned:
+            sequence, start, end = chunk.sequence, chunk.start, chunk.end
+            token_ids, blocks = sequence.token_ids, sequence.blocks
+            assert blocks is not None
+            chunks.append(
+                SequenceChunk(
+                    sequence.request_id,
+                    tuple(token_ids[start:end]) if chunk.is_context else (token_ids[start],),
+                    start,
+                    blocks.slots(-(-end // tokens_per_block)),
+                    chunk.samples,
+                    len(token_ids) - sequence.num_prompt_tokens,
+                )
+            )
+        return chunks
 
     def _update(self, iteration: Iteration) -> list[Response]:
         sampled: Iterator[tuple[int, float]] = iter(())
@@ -307,18 +313,18 @@ class InflightBatcher:
             sampled = zip(iteration.output.token_ids, iteration.output.log_probs, strict=True)
         responses: list[Response | None] = []
         ended: list[SequenceState] = []
-        tokens_per_block = self.kv.tokens_per_block
+        tokens_per_block, number = self.kv.tokens_per_block, self.log.number
         for chunk in iteration.chunks:
-            sequence = chunk.sequence
-            sequence.num_computed = chunk.end
+            sequence, end = chunk.sequence, chunk.end
+            sequence.num_computed = end
             if chunk.samples:
-                sequence.append(*next(sampled), self.log.number)
-                if sequence.finish_reason is not FinishReason.NOT_FINISHED:
+                token_id, log_prob = next(sampled)
+                if sequence.append(token_id, log_prob, number):
                     ended.append(sequence)
             blocks = sequence.blocks
             assert blocks is not None
-            if blocks.num_stored < chunk.end // tokens_per_block:
-                self.kv.store_full_blocks(blocks, sequence.token_ids, chunk.end)
+            if blocks.num_stored < end // tokens_per_block:
+                self.kv.store_full_blocks(blocks, sequence.token_ids, end)
         for sequence in sorted(ended, key=lambda s: s.sort_key):
             responses.append(result_response(sequence))
             self._remove(sequence, keep_kv=True)

@@ -37,9 +37,11 @@ class SequenceBlocks:
         """Device block ids of the first `num_blocks` blocks. A block keeps its own while somebody
         uses it, so they are looked up once."""
         num_known = len(self._slots)
-        if num_known < num_blocks:
+        if num_blocks < num_known:
+            return self._slots[:num_blocks]
+        if num_blocks > num_known:
             self._slots += tuple(b.device_slot for b in self.blocks[num_known:num_blocks])
-        return self._slots if num_blocks >= len(self._slots) else self._slots[:num_blocks]
+        return self._slots
 
 
 class BlockStore:

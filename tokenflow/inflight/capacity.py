@@ -21,7 +21,7 @@ from typing import Protocol
 from tokenflow.errors import InternalError
 from tokenflow.executor.api import CapacitySchedulerPolicy, num_blocks_needed
 from tokenflow.inflight.kv_cache import KvCacheManager
-from tokenflow.inflight.sequence import SequenceState
+from tokenflow.inflight.sequence import SequenceState, started
 
 
 class CapacityPolicy(Protocol):
@@ -50,14 +50,14 @@ class GuaranteedNoEvict:
         self, active: Sequence[SequenceState], kv: KvCacheManager, max_batch_size: int
     ) -> int:
         """See the module's text. Raises InternalError if a reservation was not kept."""
-        started = [sequence for sequence in active if sequence.is_started]
-        for sequence in started:
+        running = started(active)
+        for sequence in running:
             if not _grow(sequence, kv):
                 raise InternalError(f"no block for reserved request {sequence.request_id}")
-        num_started = len(started)
+        num_started = len(running)
         if num_started == len(active):
             return 0
-        num_reserved = sum(_num_reserved_blocks(sequence, kv) for sequence in started)
+        num_reserved = sum(_num_reserved_blocks(sequence, kv) for sequence in running)
         for sequence in active:
             if sequence.is_started:
                 continue
@@ -80,7 +80,7 @@ class MaxUtilization:
         self, active: Sequence[SequenceState], kv: KvCacheManager, max_batch_size: int
     ) -> int:
         """See the module's text."""
-        num_free_slots = max_batch_size - sum(sequence.is_started for sequence in active)
+        num_free_slots = max_batch_size - len(started(active))
         num_paused = 0
         i, end = 0, len(active)
         while i < end:

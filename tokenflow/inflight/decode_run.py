@@ -23,7 +23,7 @@ from tokenflow.executor.api import IterationStats, Response
 from tokenflow.inflight.batcher import InflightBatcher
 from tokenflow.inflight.block_store import SequenceBlocks
 from tokenflow.inflight.iteration import Iteration, StepWork
-from tokenflow.inflight.responses import token_response
+from tokenflow.inflight.responses import tokens_response
 from tokenflow.inflight.runner import SequenceChunk, StepOutput
 from tokenflow.inflight.sequence import SequenceState
 from tokenflow.inflight.token_budget import PlannedChunk
@@ -44,7 +44,7 @@ class DecodeBatch:
     def responses(self, number: int) -> list[Response]:
         """What the step with that number (from 1) of the run says."""
         return [
-            token_response(request_id, client_id, TOKEN_ID, num_sampled + number)
+            tokens_response(request_id, client_id, [TOKEN_ID], num_sampled + number)
             for request_id, client_id, num_sampled in zip(
                 self.request_ids, self._client_ids, self._num_sampled, strict=True
             )

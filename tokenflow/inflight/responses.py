@@ -16,11 +16,15 @@ from tokenflow.executor.api import (
 )
 from tokenflow.inflight.sequence import SequenceState
 
+_NOT_FINISHED = FinishReason.NOT_FINISHED
+_GOES_ON = [_NOT_FINISHED]
+"""One list for the responses of all requests that go on: nobody changes what a response holds."""
+
 
 def result_response(sequence: SequenceState) -> Response | None:
     """What is to be sent after a step: new tokens, the end, or nothing (None). Marks it as sent."""
     request, reason = sequence.request, sequence.finish_reason
-    is_final = reason is not FinishReason.NOT_FINISHED
+    is_final = reason is not _NOT_FINISHED
     start = sequence.num_sent
     num_generated = len(sequence.token_ids) - sequence.num_prompt_tokens
     has_new = request.streaming and start < num_generated
@@ -28,22 +32,27 @@ def result_response(sequence: SequenceState) -> Response | None:
         return None
     sequence.num_sent = num_generated
     token_ids = sequence.token_ids[sequence.num_prompt_tokens + start :]
+    if not is_final and not request.output_config.return_log_probs:
+        return tokens_response(
+            sequence.request_id, request.client_id, token_ids, sequence.num_sampled
+        )
     if not request.streaming and not request.output_config.exclude_input_from_output:
         token_ids = list(request.input_token_ids) + token_ids
     return _response(sequence, token_ids, start, reason)
 
 
-def token_response(
-    request_id: int, client_id: int | None, token_id: int, num_sampled: int
+def tokens_response(
+    request_id: int, client_id: int | None, token_ids: list[int], num_sampled: int
 ) -> Response:
-    """One more token of a streaming request that goes on; num_sampled: tokens sampled for it."""
+    """More tokens of a streaming request that goes on, and nothing beside them; num_sampled: tokens
+    sampled for it."""
     return Response(
         request_id=request_id,
         client_id=client_id,
         payload=Result(
             is_final=False,
-            output_token_ids=[[token_id]],
-            finish_reasons=[FinishReason.NOT_FINISHED],
+            output_token_ids=[token_ids],
+            finish_reasons=_GOES_ON,
             decoding_iter=num_sampled,
         ),
     )
@@ -73,7 +82,7 @@ def _response(
 ) -> Response:
     """start: first generated token of which the log-prob is told; the prompt has none."""
     output = sequence.request.output_config
-    is_final = reason is not FinishReason.NOT_FINISHED
+    is_final = reason is not _NOT_FINISHED
     metrics = None
     if is_final and output.return_perf_metrics:
         metrics = RequestPerfMetrics(

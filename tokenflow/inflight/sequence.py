@@ -6,7 +6,7 @@ first `num_computed` tokens exists, so a generating sequence has exactly one tok
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tokenflow.executor.api import FinishReason, KvCacheMetrics, Request
@@ -108,8 +108,8 @@ class SequenceState:
         self.blocks = None
         self.num_computed = 0
 
-    def append(self, token_id: int, log_prob: float, iteration: int) -> None:
-        """Take a sampled token and decide whether the sequence ends.
+    def append(self, token_id: int, log_prob: float, iteration: int) -> bool:
+        """Take a sampled token; True if the sequence ends with it.
 
         The end token is not part of the output, the tokens of a stop word are. Stop words are
         compared with the end of the whole sequence, prompt included, so one may begin in the
@@ -122,14 +122,17 @@ class SequenceState:
         request = self.request
         if token_id == request.end_id:
             self.finish_reason = FinishReason.END_ID
-            return
+            return True
         self.token_ids.append(token_id)
         self.log_probs.append(log_prob)
         self.cum_log_prob += log_prob
-        if request.stop_words and any(self._ends_with(word) for word in request.stop_words):
+        if request.stop_words and self._ends_with_any(request.stop_words):
             self.finish_reason = FinishReason.STOP_WORDS
-        elif len(self.token_ids) - self.num_prompt_tokens >= self.max_tokens:
+        elif len(self.token_ids) - self.num_prompt_tokens < self.max_tokens:
+            return False
+        else:
             self.finish_reason = FinishReason.LENGTH
+        return True
 
     def append_each(
         self, token_ids: Sequence[int], log_probs: Sequence[float], iteration: int
@@ -141,6 +144,10 @@ class SequenceState:
         self.token_ids += token_ids
         self.log_probs += log_probs
 
-    def _ends_with(self, word: tuple[int, ...]) -> bool:
-        size = len(word)
-        return size <= len(self.token_ids) and tuple(self.token_ids[-size:]) == word
+    def _ends_with_any(self, words: Sequence[tuple[int, ...]]) -> bool:
+        return any(tuple(self.token_ids[-len(word) :]) == word for word in words)
+
+
+def started(sequences: Iterable[SequenceState]) -> list[SequenceState]:
+    """Those that are started, in order."""
+    return [s for s in sequences if s.blocks is not None]
