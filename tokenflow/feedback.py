@@ -22,6 +22,7 @@ from tokenflow.types import SessionState, end_reason
 from tokenflow.whereabouts import KvWhereabouts
 
 _S = SessionState
+_STARTING = (_S.PREFILLING, _S.RESUMING)
 _CUT_SHORT = (FinishReason.CANCELLED, FinishReason.TIMED_OUT)
 
 
@@ -46,6 +47,7 @@ class EngineFeedback:
         self._commands = commands
         self._table = table
         self._answers = answers
+        self._counters = answers.counters
         self._costs = costs
         self._whereabouts = whereabouts
         self._recovery = recovery
@@ -58,14 +60,16 @@ class EngineFeedback:
     def on_responses(self, responses: Sequence[Response], now: float) -> bool:
         """Take what the engine said, in order; True if there is a new situation to plan for."""
         self._changed = False
+        session_of = self._table.by_executor_id
         for response in responses:
-            session = self._table.by_executor_id(response.request_id)
+            session = session_of(response.request_id)
             if session is None:
                 continue
-            if response.has_error():
+            result = response.payload
+            if result is None:
                 self._on_error(session, response.error_msg, now)
             else:
-                self._on_result(session, response.result, now)
+                self._on_result(session, result, now)
         return self._changed
 
     def num_tokens_to_change(self, session: Session | None) -> int:
@@ -83,7 +87,7 @@ class EngineFeedback:
         more than `num_tokens_to_change`. The same as their responses, but that nobody is told."""
         for session in sessions:
             self._table.deliver_each(session, token_ids, times)
-        self._answers.counters.num_output_tokens += len(times) * len(sessions)
+        self._counters.num_output_tokens += len(times) * len(sessions)
 
     def take_lease_ended(self) -> list[Session]:
         """Sessions whose lease ended since the last call."""
@@ -103,7 +107,7 @@ class EngineFeedback:
                 self.tiers.observe(entry.kv_tier_stats, now)
                 self._whereabouts.set_num_host_blocks(entry.kv_tier_stats.num_host_blocks)
             batch = entry.inflight_batching_stats
-            self._answers.counters.num_internal_pauses += batch.num_paused_requests
+            self._counters.num_internal_pauses += batch.num_paused_requests
             self.num_queued = entry.num_queued_requests
             self.num_free_blocks = entry.kv_cache_stats.free_num_blocks
             self._answers.trace_iteration(
@@ -134,37 +138,39 @@ class EngineFeedback:
 
     def _on_result(self, session: Session, result: Result, now: float) -> None:
         token_ids = result.output_token_ids[0] if result.output_token_ids else []
-        if token_ids:
+        if token_ids and session.answered:
+            self._on_late_tokens(session, now)
+        elif token_ids:
             self._on_tokens(session, token_ids, result, now)
-            if not session.answered and not self._ends(session, result):
+            if not (result.is_final and self._ends(session, result)):
                 self._answers.tokens(session, token_ids, result, now)
         if result.is_final:
             self._on_final(session, result, now)
 
     @staticmethod
     def _ends(session: Session, result: Result) -> bool:
-        """True for the response with which a request ends by itself."""
-        if not result.is_final or result.finish_reasons[0] in _CUT_SHORT:
+        """True for the final response of a request that ends by itself."""
+        if result.finish_reasons[0] in _CUT_SHORT:
             return False
         return not (result.finish_reasons[0] is FinishReason.LENGTH and session.at_lease_end)
+
+    def _on_late_tokens(self, session: Session, now: float) -> None:
+        if session.state in _STARTING:
+            # A cancel that came before this first token after an enqueue, see Coordinator.
+            self._table.transition(session, _S.CANCELLING, now)
+            self._changed = True
+            self._commands.cancel(session)
 
     def _on_tokens(
         self, session: Session, token_ids: list[int], result: Result, now: float
     ) -> None:
-        if session.answered:
-            # A cancel that came before this first token after an enqueue, see Coordinator.
-            if session.state in (_S.PREFILLING, _S.RESUMING):
-                self._table.transition(session, _S.CANCELLING, now)
-                self._changed = True
-                self._commands.cancel(session)
-            return
         first_ever = session.first_token_time is None
-        if session.state in (_S.PREFILLING, _S.RESUMING):
+        if session.state in _STARTING:
             self._started(session, now)
         if result.log_probs:
             session.cum_log_prob += sum(result.log_probs[0])
         self._table.deliver(session, token_ids, now)
-        self._answers.counters.num_output_tokens += len(token_ids)
+        self._counters.num_output_tokens += len(token_ids)
         end = session.lease_end or session.request.max_tokens
         if len(session.output_token_ids) == end - 1:
             self._changed = True  # it ends in the next step: its place can be given away now
@@ -211,7 +217,7 @@ class EngineFeedback:
 
     def _lease_ended(self, session: Session, now: float) -> None:
         """No token is lost; a plan decides at once who goes on."""
-        self._answers.counters.num_lease_ends += 1
+        self._counters.num_lease_ends += 1
         if session.state is _S.PAUSING:
             self._paused(session, now)
             return
@@ -230,7 +236,7 @@ class EngineFeedback:
         if metrics is None or num_enqueued == len(session.request.input_token_ids):
             return
         num_recomputed = max(0, num_enqueued - 1 - metrics.num_reused_tokens)
-        counters = self._answers.counters
+        counters = self._counters
         counters.num_recomputed_tokens += num_recomputed
         if num_recomputed > 0:
             counters.num_resumes_recomputed += 1

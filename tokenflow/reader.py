@@ -178,7 +178,8 @@ class Reader:
             stall_s = elapsed - unread / rate
             if stall_s > 0:
                 self._stall_s += stall_s
-            self._unread = max(0.0, unread - rate * elapsed)
+            left = unread - rate * elapsed
+            self._unread = left if left > 0 else 0.0
             self._time = now
 
     def _note_pace(self, now: float) -> None:
