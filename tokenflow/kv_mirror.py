@@ -27,6 +27,7 @@ from tokenflow.executor.kv_api import (
     KvLocation,
 )
 from tokenflow.kv_mirror_tree import MirrorTree, Node
+from tokenflow.kv_watches import Watches
 
 
 class KvMirror:
@@ -117,7 +118,8 @@ class KvMirror:
                 self._touch(node)
             else:
                 self._on_removed(block.block_hash)
-                self._touched.update(dict.fromkeys(parent.children.get(tokens, ())))
+                for twin in parent.children.get(tokens, ()):
+                    self._touched[twin] = None
                 node = tree.add(block.block_hash, parent, tokens, block.cache_level)
                 self._note_parent(node)
             parent = node
@@ -130,7 +132,7 @@ class KvMirror:
             return
         self._note_parent(node)
         for gone in self._tree.remove(node):
-            self._changed.update(dict.fromkeys(gone.watches))
+            self._changed.update(dict.fromkeys(gone.watches or ()))
             self._touched.pop(gone, None)
 
     def _on_updated(self, data: KVCacheUpdatedData) -> None:
@@ -151,7 +153,9 @@ class KvMirror:
     def _note_parent(self, node: Node) -> None:
         """Those whose tokens end within `node` are watched at its parent."""
         assert node.parent is not None
-        self._changed.update(dict.fromkeys(node.parent.watches.related_to(node.tokens)))
+        watches = node.parent.watches
+        if watches is not None:
+            self._changed.update(dict.fromkeys(watches.related_to(node.tokens)))
 
     def _forget_all(self) -> None:
         self._changed.update(dict.fromkeys(self._anchors))
@@ -172,6 +176,8 @@ class KvMirror:
         self.unwatch(handle)
         location, anchors, key = self._tree.follow(token_ids, lora_id)
         for node in anchors:
+            if node.watches is None:
+                node.watches = Watches()
             node.watches.add(handle, key)
         self._anchors[handle] = anchors
         return location
@@ -179,7 +185,8 @@ class KvMirror:
     def unwatch(self, handle: int) -> None:
         """`changed` names it no more."""
         for node in self._anchors.pop(handle, ()):
-            node.watches.discard(handle)
+            if node.watches is not None:
+                node.watches.discard(handle)
         self._changed.pop(handle, None)
 
     @property
@@ -198,7 +205,7 @@ class KvMirror:
         seen: set[Node] = set()
         for touched in self._touched:
             for node in touched.subtree(seen):
-                self._changed.update(dict.fromkeys(node.watches))
+                self._changed.update(dict.fromkeys(node.watches or ()))
         self._touched.clear()
         handles = list(self._changed)
         self._changed.clear()

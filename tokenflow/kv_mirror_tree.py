@@ -25,7 +25,7 @@ TokenKey = tuple[int, ...]
 class Node:
     """A block, or the root. children: blocks below by their tokens, several for several salts.
     child_lengths: how many children there are of each number of tokens. watches: who looks for
-    something right below it."""
+    something right below it; None while nobody ever did."""
 
     block_hash: int | None
     parent: Node | None
@@ -34,7 +34,7 @@ class Node:
     has_host_copy: bool = False
     children: dict[TokenKey, list[Node]] = field(default_factory=dict)
     child_lengths: dict[int, int] = field(default_factory=dict)
-    watches: Watches = field(default_factory=Watches)
+    watches: Watches | None = None
 
     def subtree(self, seen: set[Node]) -> Iterator[Node]:
         """It and all below it, without what hangs below a block that is in `seen`; adds to that."""

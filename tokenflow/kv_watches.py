@@ -14,30 +14,26 @@ _Entry = tuple[tuple[int, ...], int]
 
 
 class Watches:
-    """Handles by the tokens they look for; empty ones cost next to nothing."""
+    """Handles by the tokens they look for."""
 
     __slots__ = ("_entries", "_keys", "_lengths")
 
     def __init__(self) -> None:
-        self._keys: dict[int, tuple[int, ...]] | None = None
-        self._entries: list[_Entry] | None = None
-        self._lengths: dict[int, int] | None = None
+        self._keys: dict[int, tuple[int, ...]] = {}
+        self._entries: list[_Entry] = []
+        self._lengths: dict[int, int] = {}
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._keys or ())
+        return iter(self._keys)
 
     def add(self, handle: int, key: tuple[int, ...]) -> None:
         """`handle`, which is not there, looks for `key`."""
-        if self._keys is None or self._entries is None or self._lengths is None:
-            self._keys, self._entries, self._lengths = {}, [], {}
         self._keys[handle] = key
         insort(self._entries, (key, handle))
         self._lengths[len(key)] = self._lengths.get(len(key), 0) + 1
 
     def discard(self, handle: int) -> None:
         """`handle` watches no more; nothing happens if it does not."""
-        if self._keys is None or self._entries is None or self._lengths is None:
-            return
         key = self._keys.pop(handle, None)
         if key is None:
             return
@@ -49,10 +45,8 @@ class Watches:
     def related_to(self, tokens: tuple[int, ...]) -> Iterator[int]:
         """Those who look for tokens that begin with `tokens`, or with which `tokens` begin."""
         entries = self._entries
-        if not entries:
-            return
         yield from self._beginning_with(entries, tokens)
-        for length in self._lengths or ():
+        for length in self._lengths:
             if length < len(tokens):
                 yield from self._looking_for(entries, tokens[:length])
 
