@@ -41,16 +41,14 @@ class Occupancy:
             num_left = self._num_left(session, num_tokens)
         return num_blocks_needed(self.policy, self.tokens_per_block, num_tokens, num_left)
 
-    def stays(self, session: Session) -> bool:
-        """True for a session that began no block since it was last counted, and whose end is ahead:
-        until then what is reserved for it stays."""
-        num_generated = len(session.output_token_ids)
-        num_tokens = len(session.request.input_token_ids) + num_generated
-        return (
-            -(-num_tokens // self.tokens_per_block) == session.num_filled_blocks
-            and num_generated < (session.lease_end or session.request.max_tokens)
-            and num_tokens < self.max_seq_len
-        )
+    def stays_until(self, session: Session) -> int:
+        """Number of output tokens up to which what is reserved for a session stays: it begins no
+        block beyond those that were last counted, and its end is ahead. Below 0 outside the
+        engine, where it has none."""
+        num_in_blocks = session.num_filled_blocks * self.tokens_per_block
+        num_tokens = min(num_in_blocks, self.max_seq_len - 1)
+        end = session.lease_end or session.request.max_tokens
+        return min(num_tokens - len(session.request.input_token_ids), end - 1)
 
     def unpausable_reason(self, request: GenerateRequest) -> str | None:
         """Why the request can never be paused, or None."""

@@ -44,6 +44,7 @@ class Session:
     num_shared_tokens: leading tokens of the prompt that other requests began with too, as of the
         last enqueue.
     num_filled_blocks: KV blocks that it has filled in the engine, 0 outside.
+    stays_until: output tokens up to which what it occupies stays, see Occupancy.
     lease_end: number of output tokens at which the engine ends the present enqueue although the
         request goes on; None without a lease.
     renews_lease: its lease has just ended, and no plan has given its place to others.
@@ -73,6 +74,7 @@ class Session:
     is_left_in_cache: bool = False
     num_shared_tokens: int = 0
     num_filled_blocks: int = 0
+    stays_until: int = -1
     num_pauses: int = 0
     paused_s: float = 0.0
     lease_end: int | None = None

@@ -274,7 +274,7 @@ class SessionTable:
         self._progressed.clear()
         rows, slots = self._rows, [session.slot for session in sessions]
         for session in sessions:
-            if not self._occupancy.stays(session):
+            if len(session.output_token_ids) > session.stays_until:
                 self._write_blocks(session)
         rows.set_ints("num_generated", slots, [len(s.output_token_ids) for s in sessions])
         unread, unread_times, rates = zip(*map(_reader_state, sessions), strict=True)
@@ -292,6 +292,7 @@ class SessionTable:
     def _count_filled(self, session: Session, num_blocks: int) -> None:
         self._num_filled_blocks += num_blocks - session.num_filled_blocks
         session.num_filled_blocks = num_blocks
+        session.stays_until = self._occupancy.stays_until(session)
 
     def _leave_engine(self, session: Session) -> None:
         if session.executor_request_id is not None:
