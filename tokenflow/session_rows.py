@@ -14,22 +14,15 @@ to be handed out is empty or some slot's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from tokenflow.reader import slack_s
+from tokenflow.reader import ReaderState, slack_s
 from tokenflow.types import FloatArray, IntArray, SessionColumns
 
-_FLOATS = (
-    "arrival_time",
-    "wait_since_time",
-    "running_since_time",
-    "unread",
-    "unread_time",
-    "read_rate",
-    "priority",
-)
+_READER_STATE = ("unread", "unread_time", "read_rate")
+_FLOATS = ("arrival_time", "wait_since_time", "running_since_time", *_READER_STATE, "priority")
 _FLAGS = ("has_reader", "started", "pausable", "held")
 _INTS = (
     *_FLAGS,
@@ -96,13 +89,18 @@ class SessionRows:
         """Write one whole number, or a truth value."""
         self._ints[_I[name], self._places[slot]] = value
 
-    def set_floats(self, name: str, slots: Sequence[int], values: Sequence[float]) -> None:
-        """Write one number of each of several rows."""
-        self._floats[_F[name], self._places_of(slots)] = values
-
-    def set_ints(self, name: str, slots: Sequence[int], values: Sequence[int]) -> None:
-        """Write one whole number of each of several rows."""
-        self._ints[_I[name], self._places_of(slots)] = values
+    def set_progress(
+        self,
+        slots: Sequence[int],
+        num_generated: Sequence[int],
+        reader_states: Iterable[ReaderState],
+    ) -> None:
+        """Write what tokens change, of several rows."""
+        places = np.array([self._places[slot] for slot in slots])
+        self._ints[_I["num_generated"], places] = num_generated
+        columns = zip(*reader_states, strict=True)
+        for name, values in zip(_READER_STATE, columns, strict=True):
+            self._floats[_F[name], places] = values
 
     def columns(self, now: float) -> SessionColumns:
         """All taken rows in order; arrays are copies."""
@@ -147,9 +145,6 @@ class SessionRows:
             return self._floats[:, :num].copy(), self._ints[:, :num].copy()
         places = self._is_taken[:num].nonzero()[0]
         return self._floats.take(places, axis=1), self._ints.take(places, axis=1)
-
-    def _places_of(self, slots: Sequence[int]) -> list[int]:
-        return [self._places[slot] for slot in slots]
 
     def _make_room(self) -> None:
         """More places at the end: twice as many, unless a quarter or more of them is empty."""

@@ -272,15 +272,14 @@ class SessionTable:
             return
         sessions = list(self._progressed.values())
         self._progressed.clear()
-        rows, slots = self._rows, [session.slot for session in sessions]
         for session in sessions:
             if len(session.output_token_ids) > session.stays_until:
                 self._write_blocks(session)
-        rows.set_ints("num_generated", slots, [len(s.output_token_ids) for s in sessions])
-        unread, unread_times, rates = zip(*map(_reader_state, sessions), strict=True)
-        rows.set_floats("unread", slots, unread)
-        rows.set_floats("unread_time", slots, unread_times)
-        rows.set_floats("read_rate", slots, rates)
+        self._rows.set_progress(
+            [s.slot for s in sessions],
+            [len(s.output_token_ids) for s in sessions],
+            map(_reader_state, sessions),
+        )
 
     def _write_blocks(self, session: Session) -> None:
         occupied = self._occupancy.num_blocks_occupied(session)

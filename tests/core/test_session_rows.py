@@ -5,6 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
+from tokenflow.reader import ReaderState
 from tokenflow.session_rows import SessionRows
 
 _TAKE = st.tuples(st.just("take"), st.integers(0, 99), st.integers(0, 99))
@@ -35,8 +36,8 @@ def test_rows_are_listed_in_order_with_what_was_written(num: int, acts: list) ->
                 model[slot] = (rate, held, value)
             else:
                 slots = list(model)[pick % len(model) :]
-                rows.set_ints("num_generated", slots, [value + s for s in slots])
-                rows.set_floats("read_rate", slots, [2.0 + s for s in slots])
+                states = [ReaderState(0.0, 0.0, 2.0 + s) for s in slots]
+                rows.set_progress(slots, [value + s for s in slots], states)
                 for s in slots:
                     model[s] = (2.0 + s, model[s][1], value + s)
     look(rows, model)
