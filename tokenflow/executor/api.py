@@ -5,7 +5,8 @@ meaning follow `tensorrt_llm.bindings.executor` of TensorRT-LLM 1.2.x, so that t
 stays thin. Values are msgspec structs: immutable, keyword-only, cheap to send to an engine in
 another process. Where a default of the binding would only be a trap for a server that streams, ours
 differs and must be passed on explicitly: `Request.streaming`, `enable_chunked_context` and
-`exclude_input_from_output` are True here and False there.
+`exclude_input_from_output` are True here and False there. Responses come with every token and hold
+nothing that could lead back to them: the garbage collector does not follow them (gc=False).
 
 There is deliberately no pause call. A pause is `cancel_request` (the KV of everything already
 streamed stays in the engine's reuse cache) and a resume is `enqueue_request` with prompt + streamed

@@ -17,6 +17,8 @@ from tokenflow.executor.api import (
 from tokenflow.inflight.sequence import SequenceState
 
 _NOT_FINISHED = FinishReason.NOT_FINISHED
+"""By a name of its own: before Python 3.12 a member is looked up by a call, and this one is asked
+for with every token."""
 _GOES_ON = [_NOT_FINISHED]
 """One list for the responses of all requests that go on: nobody changes what a response holds."""
 
