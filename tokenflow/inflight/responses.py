@@ -19,8 +19,6 @@ from tokenflow.inflight.sequence import SequenceState
 _NOT_FINISHED = FinishReason.NOT_FINISHED
 """By a name of its own: before Python 3.12 a member is looked up by a call, and this one is asked
 for with every token."""
-_GOES_ON = [_NOT_FINISHED]
-"""One list for the responses of all requests that go on: nobody changes what a response holds."""
 
 
 def result_response(sequence: SequenceState) -> Response | None:
@@ -54,7 +52,7 @@ def tokens_response(
         payload=Result(
             is_final=False,
             output_token_ids=[token_ids],
-            finish_reasons=_GOES_ON,
+            finish_reasons=[_NOT_FINISHED],
             decoding_iter=num_sampled,
         ),
     )
