@@ -57,8 +57,11 @@ class TokenflowPolicy:
         by the product, while nobody else's reading depends on it.
     low_share, high_share, worthless_share: unread tokens as a share of the request's output. At
         a reschedule a stream at or above high yields to one under low that is read out within
-        low_slack_s (long answers leave more time than that); a token produced at high is
-        worth 1 and at worthless 0, linearly (effective throughput, section 7.1.3).
+        low_slack_s; where readers take a share of what the engine makes, within that share of it,
+        because then whoever is low is soon ahead again. A token produced at high is worth 1 and at
+        worthless 0, linearly (effective throughput, section 7.1.3).
+    max_excess_load: where readers take no more of what the engine makes than this share, a stream
+        between high and worthless yields to one that is farther ahead.
     tail_share: what is left of the engine beyond what readers need goes to those with most
         generated tokens: finish a few, do not lift all (section 7.1.3). But a stream that alone
         would take more than this share of the time in which all that is left can be done comes
@@ -95,11 +98,12 @@ class TokenflowPolicy:
     max_machine_pause_s: float = 10.0
     max_machine_pauses: int = 4
     low_share: float = 0.06
-    low_slack_s: float = 12.0
+    low_slack_s: float = 13.0
     high_share: float = 0.10
     worthless_share: float = 0.20
+    max_excess_load: float = 0.5
     min_exchange_gain: float = 3.0
-    tail_share: float = 0.9
+    tail_share: float = 0.5
     link_share: float = 0.35
     turn_link_share: float = 0.1
     turn_recompute_share: float = 0.8

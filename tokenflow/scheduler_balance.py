@@ -1,9 +1,12 @@
-"""Local search: let streams that are far ahead yield to paused ones that are nearly read out.
+"""Local search: exchanges between running and paused streams that gain more than they cost.
 
 Owns the value of an exchange. A token produced while its reader has plenty unread is worth little
 (effective throughput, TokenFlow section 7.1.3: 1 below 10 % of the output length unread, falling to
-0 at 20 %), so a stream at or above the high share yields to one under the low share, if what is
-gained exceeds the round trip it costs.
+0 at 20 %). So a stream at or above the high share yields
+- to one under the low share, which is nearly read out;
+- where the engine makes far more than is read, to one that is so far ahead that its tokens are
+  worth little anyway. What is made in excess is lost on whoever gets it: as long as it goes to few,
+  all others stay where their tokens count, and those few are soon at their ends.
 """
 
 from __future__ import annotations
@@ -15,9 +18,27 @@ from tokenflow.scheduler_rules import Victims, is_low
 from tokenflow.scheduler_view import View
 from tokenflow.types import FloatArray, IntArray
 
+_EXCESS_WORTH = 0.5
+"""Of the tokens that an exchange for one far ahead costs: they are for the most part made in
+excess, as those that it is about."""
+
+_MAX_GIVERS = 2
+"""Streams that yield to one that is farther ahead, and so has more KV than each of them."""
+
+_MAX_PASSED = 64
+"""Streams for which nobody is found to yield before a plan stops looking."""
+
 
 def exchange(view: View, draft: Draft, able: Victims) -> None:
-    """Draft the exchanges that pay, neediest paused stream first.
+    """Draft the exchanges that pay."""
+    _yield_to_low(view, draft, able)
+    has_excess = len(draft.admit) == len(view.waiting) and not view.overflow.lost_share
+    if has_excess and view.load <= view.policy.max_excess_load:
+        _yield_to_farthest(view, draft, able)
+
+
+def _yield_to_low(view: View, draft: Draft, able: Victims) -> None:
+    """Exchanges for those under the low share, neediest paused stream first.
 
     The worth of one: the taker runs until its reader reaches the high share; those tokens count in
     full. In the same slot the giver would have produced as many, at the worth of its own reader's
@@ -54,6 +75,68 @@ def exchange(view: View, draft: Draft, able: Victims) -> None:
             draft.place(taker, "balance", chosen)
             del givers[chosen[0]]
             known.clear()
+
+
+def _yield_to_farthest(view: View, draft: Draft, able: Victims) -> None:
+    """Exchanges for those more than halfway from the high to the worthless share, most generated
+    first.
+
+    Givers are between both shares, and behind the taker by half of that way at least, or they
+    would soon change places again. What one would have made until its tokens are worth nothing
+    must be more than the round trip costs.
+    """
+    s, policy = view.snapshot.sessions, view.policy
+    givers = _beginning_to_lead(view, draft, able)
+    if not givers:
+        return
+    half = 0.5 * (policy.worthless_share - policy.high_share)
+    rows = view.paused[s.has_reader[view.paused]]
+    away_s = view.snapshot.now - s.wait_since_time[rows]
+    rows = rows[(_share(view, rows) >= policy.high_share + half) & (away_s >= view.quantum_s)]
+    most = sum(sorted(view.frees[list(givers)].tolist())[-_MAX_GIVERS:])
+    rows = rows[view.need[rows] <= draft.blocks + most]
+    rows = rows[(-s.num_generated[rows]).argsort(kind="stable")]
+    engine_s = view.engine_s_of(rows)
+    costs = _EXCESS_WORTH * _round_trip_tokens(view, engine_s)
+    numbers = zip(engine_s.tolist(), costs.tolist(), strict=True)
+    num_passed = 0
+    for taker, (taker_s, cost) in zip(rows.tolist(), numbers, strict=True):
+        if not givers or num_passed > _MAX_PASSED:
+            return
+        if draft.named(taker) or draft.fits(taker):
+            continue
+        lead = half * float(s.max_tokens[taker])
+        limit = float(s.num_generated[taker]) - lead
+        willing = (
+            row
+            for row, (spare_s, num_left, num_generated) in givers.items()
+            if spare_s >= taker_s and num_left > cost and num_generated < limit
+        )
+        chosen = draft.victims_for(taker, willing)
+        if chosen is None or len(chosen) > _MAX_GIVERS:
+            num_passed += 1
+            continue
+        draft.place(taker, "balance", chosen)
+        for row in chosen:
+            del givers[row]
+
+
+def _beginning_to_lead(
+    view: View, draft: Draft, able: Victims
+) -> dict[int, tuple[float, float, float]]:
+    """Running streams that may yield between the high and the worthless share, nearest to the high
+    one first: row -> (seconds to spare, tokens until they are worth nothing, tokens generated)."""
+    s, policy = view.snapshot.sessions, view.policy
+    rows, spare_s = able.others
+    share = np.where(s.has_reader[rows], _share(view, rows), np.inf)
+    between = ((share >= policy.high_share) & (share < policy.worthless_share)).nonzero()[0]
+    between = between[share[between].argsort(kind="stable")]
+    rows, spare_s, share = rows[between], spare_s[between], share[between]
+    num_left = (policy.worthless_share - share) * s.max_tokens[rows]
+    columns = (spare_s, num_left, s.num_generated[rows].astype(np.float64))
+    values = zip(*(column.tolist() for column in columns), strict=True)
+    entries = zip(rows.tolist(), values, strict=True)
+    return {row: value for row, value in entries if not draft.named(row)}
 
 
 def _share(view: View, rows: IntArray) -> FloatArray:

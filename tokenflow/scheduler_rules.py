@@ -169,10 +169,11 @@ def _back_s(view: View, rows: IntArray) -> FloatArray | float:
 
 def is_low(view: View, rows: IntArray) -> BoolArray:
     """True for those of `rows` that have little to read: a small share of their output, and not for
-    long. Never without a reader, whose slack is infinite."""
+    long, the less so the less readers take of what the engine makes. Never without a reader, whose
+    slack is infinite."""
     s, policy = view.snapshot.sessions, view.policy
     result: BoolArray = view.unread[rows] < policy.low_share * s.max_tokens[rows]
-    result &= s.slack_s[rows] < policy.low_slack_s
+    result &= s.slack_s[rows] < policy.low_slack_s * min(1.0, view.load)
     return result
 
 

@@ -178,6 +178,13 @@ class View:
         return result
 
     @lazy
+    def load(self) -> float:
+        """What all that started read, as a share of what the engine makes with those in it now."""
+        s = self.snapshot.sessions
+        rate = float(np.add.reduce(s.read_rate[s.started & ~s.held]))
+        return rate * self.step_s / max(1, len(self.in_engine))
+
+    @lazy
     def ways(self) -> ResumeWays:
         """How a paused row would come back."""
         return resume_ways(self.snapshot)

@@ -189,7 +189,7 @@ VARIANTS: tuple[Variant, ...] = (
         ("nobody-low", "nobody counts as low", {"low_share": 0.0}),
     ),
     *_variants(
-        f"nobody counts as low who is not read out within {_DEFAULT.low_slack_s:g} s",
+        f"nobody counts as low who is not read out within {_DEFAULT.low_slack_s:g} s of a full load",
         ("low-by-share", "by share of the answer alone", {"low_slack_s": _NEVER}),
     ),
     *_variants(
@@ -197,6 +197,11 @@ VARIANTS: tuple[Variant, ...] = (
         ("no-exchanges", "nobody does", {"min_exchange_gain": 1e9}),
         ("any-exchange", "for any gain", {"min_exchange_gain": 0.0}),
         ("no-gap", "low begins where high does", {"low_share": _DEFAULT.high_share}),
+    ),
+    *_variants(
+        "what is made in excess goes to those farthest ahead",
+        ("no-excess-exchanges", "it goes to whoever runs", {"max_excess_load": 0.0}),
+        ("excess-always", "so it does under any load", {"max_excess_load": _NEVER}),
     ),
     *_variants(
         "what is unread loses its worth by and by",

@@ -67,7 +67,8 @@ def test_equal_streams_take_turns_slowly(read_rate: float) -> None:
     """Reported: equal requests evict each other in turn.
 
     Two equal streams and one slot: at most one switch per second, and the one that yields has more
-    unread than the one that takes its place, by more than the margin.
+    unread than the one that takes its place, by more than the margin; or the other is so far ahead
+    that what is made in excess goes to it, to its end.
     """
     engine = SimEngine(max_batch_size=1)
     run = Outcome([request(max_tokens=400, read_rate=read_rate) for _ in range(2)], engine)
@@ -76,11 +77,14 @@ def test_equal_streams_take_turns_slowly(read_rate: float) -> None:
     assert all(later - earlier >= 1.0 for earlier, later in itertools.pairwise(times))
     for pause in run.pauses():
         if pause["why"] != "for waiting":
-            other = 3 - int(pause["request_id"])
-            reader = run.result.streams()[other - 1]
+            taker = 3 - int(pause["request_id"])
+            reader = run.result.streams()[taker - 1]
             num_there = int((reader.token_times < pause["time"]).sum())
             read_s = pause["time"] - float(reader.token_times[0])
-            assert pause["slack_s"] - (num_there / read_rate - read_s) > POLICY.slack_margin_s
+            slack_s = num_there / read_rate - read_s
+            is_far_ahead = slack_s * read_rate >= 0.15 * 400
+            assert is_far_ahead or pause["slack_s"] - slack_s > POLICY.slack_margin_s
+            assert not is_far_ahead or pause["slack_s"] >= 0.10 * 400 / read_rate
     assert worst_stall_s(run.result) == 0.0
 
 

@@ -70,12 +70,14 @@ def crowds(draw) -> Snapshot:
 
 @st.composite
 def unbalanced(draw) -> Snapshot:
-    """Running streams that are far ahead, paused ones that are nearly read out, no room."""
+    """Running streams that are far ahead, paused ones that are nearly read out or farther ahead,
+    no room."""
     sizes = st.sampled_from([2, 4, 4, 4, 5])
     rows = []
     for _ in range(draw(st.integers(1, 6))):
         num = draw(sizes)
         extra = {"num_blocks_held": num, "num_blocks_needed": num}
+        extra["num_generated"] = draw(st.sampled_from([60, 100]))
         rows.append(
             running(draw(st.floats(5, 30)), has_reader=draw(st.integers(0, 5)) > 0, **extra)
         )
@@ -83,7 +85,12 @@ def unbalanced(draw) -> Snapshot:
     for _ in range(draw(st.integers(1, 8))):
         resume = {"num_resume_tokens": draw(st.sampled_from([1, 1, 1, 33, 100]))}
         size = {"num_blocks_needed": draw(sizes), "max_tokens": draw(st.sampled_from([150, 256]))}
-        rows.append(paused(draw(st.floats(0.5, 5)), **resume, **size))
+        is_far = draw(st.integers(0, 2)) == 0
+        if is_far:
+            resume["num_generated"] = draw(st.integers(100, 140))
+        rows.append(
+            paused(draw(st.floats(8, 25) if is_far else st.floats(0.5, 5)), **resume, **size)
+        )
     return snapshot(
         rows,
         max_batch_size=num_slots + draw(st.integers(0, 1)),
@@ -221,10 +228,56 @@ def test_exchanges_are_those_found_one_by_one(snap: Snapshot, min_gain: float) -
 
 
 def plain_exchange(view: View, draft: Draft, others: list[tuple[int, float]]) -> None:
-    s, policy, costs = view.snapshot.sessions, view.policy, view.snapshot.costs
+    plain_yield_to_low(view, draft, others)
+    if len(draft.admit) == len(view.waiting) and view.load <= view.policy.max_excess_load:
+        plain_yield_to_farthest(view, draft, others)
+
+
+def share_unread(view: View, row: int) -> float:
+    s = view.snapshot.sessions
+    return float(s.slack_s[row] * s.read_rate[row] / s.max_tokens[row])
+
+
+def round_trip_tokens(view: View, row: int) -> float:
+    costs = view.snapshot.costs
+    lost_s = view.engine_s(row) + costs.copy_wait_share * view.overflow.mean_copy_s
+    return 1.0 + (len(view.running) + len(view.starting)) * lost_s / view.step_s
+
+
+def plain_yield_to_farthest(view: View, draft: Draft, others: list[tuple[int, float]]) -> None:
+    s, policy = view.snapshot.sessions, view.policy
+    high, worthless = policy.high_share, policy.worthless_share
+    half = (worthless - high) / 2
+    readers = [row for row in view.paused.tolist() if s.has_reader[row]]
+    takers = [row for row in readers if share_unread(view, row) >= high + half]
+    givers = [
+        (row, spare_s)
+        for row, spare_s in others
+        if s.has_reader[row] and high <= share_unread(view, row) < worthless
+    ]
+    givers.sort(key=lambda giver: share_unread(view, giver[0]))
+    for taker in sorted(takers, key=lambda row: -s.num_generated[row]):
+        if draft.named(taker) or draft.fits(taker):
+            continue
+        willing = [
+            row
+            for row, spare_s in givers
+            if not draft.named(row)
+            and spare_s >= view.engine_s(taker)
+            and (worthless - share_unread(view, row)) * s.max_tokens[row]
+            > 0.5 * round_trip_tokens(view, taker)
+            and s.num_generated[row] < s.num_generated[taker] - half * s.max_tokens[taker]
+        ]
+        chosen = draft.victims_for(taker, willing)
+        if chosen is not None and len(chosen) <= 2:
+            draft.place(taker, "balance", chosen)
+
+
+def plain_yield_to_low(view: View, draft: Draft, others: list[tuple[int, float]]) -> None:
+    s, policy = view.snapshot.sessions, view.policy
 
     def share(row: int) -> float:
-        return float(s.slack_s[row] * s.read_rate[row] / s.max_tokens[row])
+        return share_unread(view, row)
 
     def gain(taker: int, giver: int) -> float:
         num_tokens = (policy.high_share - share(taker)) * float(s.max_tokens[taker])
@@ -233,10 +286,8 @@ def plain_exchange(view: View, draft: Draft, others: list[tuple[int, float]]) ->
             middle = share(giver) + 0.5 * num_tokens / float(s.max_tokens[giver])
             span = policy.worthless_share - policy.high_share
             worth = min(1.0, max(0.0, (policy.worthless_share - middle) / span))
-        lost_s = view.engine_s(taker) + costs.copy_wait_share * view.overflow.mean_copy_s
-        num_sequences = len(view.running) + len(view.starting)
-        round_trip_tokens = 1.0 + num_sequences * lost_s / view.step_s
-        return num_tokens * (1.0 - worth) - policy.min_exchange_gain * round_trip_tokens
+        cost = policy.min_exchange_gain * round_trip_tokens(view, taker)
+        return num_tokens * (1.0 - worth) - cost
 
     low = view.paused[is_low(view, view.paused)].tolist()
     takers = sorted(low, key=share)[: view.snapshot.kv.max_batch_size]

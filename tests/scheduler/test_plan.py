@@ -279,6 +279,51 @@ def test_no_exchange_that_does_not_pay() -> None:
     assert not decide([running(25.0), costly], max_batch_size=1)
 
 
+def leaders(**changes: Any) -> list[dict]:
+    """One that begins to be ahead of its reader, 15 % of its answer; a paused one at 30 % that has
+    generated twice as much; both read 1 token/s."""
+    reading = {"read_rate": 1.0, "max_tokens": 240}
+    begins = running(36.0, num_generated=60, **reading)
+    return [begins, {**paused(72.0, num_generated=120, **reading), **changes}]
+
+
+def test_what_is_made_in_excess_goes_on_to_those_farthest_ahead() -> None:
+    decision = decide(leaders(), max_batch_size=1)
+    assert (decision.pause, decision.resume) == ((10,), (11,))
+    assert decision.why == {10: "for balance", 11: "balance"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"slack_s": 35.0},  # 14.6 %: its own tokens are worth something
+        {"num_generated": 70},  # hardly farther
+        {"num_resume_tokens": 12_000},  # costs more than it gains
+        {"has_reader": False, "slack_s": INF},
+        {"num_blocks_needed": 200},
+    ],
+)
+def test_who_is_not_given_what_is_made_in_excess(change: dict) -> None:
+    assert not decide(leaders(**change), max_batch_size=1)
+
+
+def test_excess_is_shared_out_only_where_there_is_some() -> None:
+    fast = running(36.0, num_generated=60, read_rate=20.0, max_tokens=4800)
+    rows = [fast, paused(72.0, num_generated=3000, read_rate=20.0, max_tokens=4800)]
+    assert not decide(rows, max_batch_size=1)  # readers take 40 tokens/s, the engine makes 21
+    far = running(60.0, num_generated=60, read_rate=1.0, max_tokens=240)
+    assert not decide([far, leaders()[1]], max_batch_size=1)  # 25 %: it is ahead already
+
+
+def test_two_make_room_for_one_that_is_far_ahead() -> None:
+    begins, far = leaders(num_blocks_needed=8, num_blocks_final=8)
+    rows = [begins, begins, far]
+    decision = decide(rows, max_batch_size=3, num_total_blocks=9)
+    assert (sorted(decision.pause), decision.resume) == ([10, 11], (12,))
+    three = leaders(num_blocks_needed=12, num_blocks_final=12)[1]
+    assert not decide([begins, begins, begins, three], max_batch_size=3, num_total_blocks=13)
+
+
 def test_max_utilization_pauses_ahead_of_an_exhausted_pool() -> None:
     rows = [
         running(5.0, num_generated=31, num_blocks_held=2, num_blocks_final=9),
