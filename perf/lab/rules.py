@@ -189,7 +189,7 @@ VARIANTS: tuple[Variant, ...] = (
         ("nobody-low", "nobody counts as low", {"low_share": 0.0}),
     ),
     *_variants(
-        f"nobody counts as low who is not read out within {_DEFAULT.low_slack_s:g} s of a full load",
+        f"nobody counts as low who is not read out within {_DEFAULT.low_slack_s:g} s at full load",
         ("low-by-share", "by share of the answer alone", {"low_slack_s": _NEVER}),
     ),
     *_variants(

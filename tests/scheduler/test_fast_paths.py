@@ -229,7 +229,8 @@ def test_exchanges_are_those_found_one_by_one(snap: Snapshot, min_gain: float) -
 
 def plain_exchange(view: View, draft: Draft, others: list[tuple[int, float]]) -> None:
     plain_yield_to_low(view, draft, others)
-    if len(draft.admit) == len(view.waiting) and view.load <= view.policy.max_excess_load:
+    has_excess = len(draft.admit) == len(view.waiting) and not view.overflow.lost_share
+    if has_excess and view.load <= view.policy.max_excess_load:
         plain_yield_to_farthest(view, draft, others)
 
 
@@ -248,7 +249,12 @@ def plain_yield_to_farthest(view: View, draft: Draft, others: list[tuple[int, fl
     s, policy = view.snapshot.sessions, view.policy
     high, worthless = policy.high_share, policy.worthless_share
     half = (worthless - high) / 2
-    readers = [row for row in view.paused.tolist() if s.has_reader[row]]
+    now = view.snapshot.now
+    readers = [
+        row
+        for row in view.paused.tolist()
+        if s.has_reader[row] and now - s.wait_since_time[row] >= view.quantum_s
+    ]
     takers = [row for row in readers if share_unread(view, row) >= high + half]
     givers = [
         (row, spare_s)

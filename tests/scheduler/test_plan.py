@@ -315,13 +315,23 @@ def test_excess_is_shared_out_only_where_there_is_some() -> None:
     assert not decide([far, leaders()[1]], max_batch_size=1)  # 25 %: it is ahead already
 
 
-def test_two_make_room_for_one_that_is_far_ahead() -> None:
-    begins, far = leaders(num_blocks_needed=8, num_blocks_final=8)
-    rows = [begins, begins, far]
-    decision = decide(rows, max_batch_size=3, num_total_blocks=9)
+def test_two_make_room_for_one_that_is_far_ahead_but_not_three() -> None:
+    def rows(num_givers: int) -> list[dict]:
+        begins, far = leaders(num_blocks_needed=6 * num_givers, num_blocks_final=6 * num_givers)
+        return [{**begins, "num_blocks_needed": 6, "num_blocks_held": 6}] * num_givers + [far]
+
+    decision = decide(rows(2), max_batch_size=3, num_total_blocks=13)
     assert (sorted(decision.pause), decision.resume) == ([10, 11], (12,))
-    three = leaders(num_blocks_needed=12, num_blocks_final=12)[1]
-    assert not decide([begins, begins, begins, three], max_batch_size=3, num_total_blocks=13)
+    assert not decide(rows(3), max_batch_size=4, num_total_blocks=19)
+
+
+def test_excess_is_not_shared_out_where_pauses_lose_kv() -> None:
+    begins, far = leaders(num_blocks_needed=8, num_blocks_final=8)
+    assert decide([begins, far], max_batch_size=1, num_total_blocks=8).resume == (11,)
+    assert not decide([begins, far], max_batch_size=1, num_total_blocks=7)
+    assert not decide(
+        leaders(wait_since_time=NOW - 0.9), max_batch_size=1
+    )  # it was paused just now
 
 
 def test_max_utilization_pauses_ahead_of_an_exhausted_pool() -> None:
