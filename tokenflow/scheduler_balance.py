@@ -11,6 +11,8 @@ Owns the value of an exchange. A token produced while its reader has plenty unre
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from tokenflow.scheduler_draft import Draft
@@ -29,12 +31,27 @@ _MAX_PASSED = 64
 """Streams for which nobody is found to yield before a plan stops looking."""
 
 
+class _Giver(NamedTuple):
+    """spare_s: seconds that it can spare. num_left: tokens until more are worth nothing."""
+
+    spare_s: float
+    num_left: float
+    num_generated: int
+    priority: float
+
+
 def exchange(view: View, draft: Draft, able: Victims) -> None:
     """Draft the exchanges that pay."""
     _yield_to_low(view, draft, able)
-    has_excess = len(draft.admit) == len(view.waiting) and not view.overflow.lost_share
-    if has_excess and view.load <= view.policy.max_excess_load:
+    if len(view.paused) and _has_excess(view, draft):
         _yield_to_farthest(view, draft, able)
+
+
+def _has_excess(view: View, draft: Draft) -> bool:
+    """True if the engine makes far more than is read, nobody waits for it, and KV is not lost."""
+    if len(draft.admit) < len(view.waiting) or view.overflow.lost_share:
+        return False
+    return view.load <= view.policy.max_excess_load
 
 
 def _yield_to_low(view: View, draft: Draft, able: Victims) -> None:
@@ -81,9 +98,9 @@ def _yield_to_farthest(view: View, draft: Draft, able: Victims) -> None:
     """Exchanges for those more than halfway from the high to the worthless share, most generated
     first.
 
-    Givers are between both shares, and behind the taker by half of that way at least, or they
-    would soon change places again. What one would have made until its tokens are worth nothing
-    must be more than the round trip costs.
+    Givers are between both shares, of no higher class than the taker, and behind it by half of that
+    way at least, or they would soon change places again. What one would have made until its tokens
+    are worth nothing must be more than the round trip costs.
     """
     s, policy = view.snapshot.sessions, view.policy
     givers = _beginning_to_lead(view, draft, able)
@@ -105,12 +122,15 @@ def _yield_to_farthest(view: View, draft: Draft, able: Victims) -> None:
             return
         if draft.named(taker) or draft.fits(taker):
             continue
-        lead = half * float(s.max_tokens[taker])
-        limit = float(s.num_generated[taker]) - lead
+        limit = float(s.num_generated[taker]) - half * float(s.max_tokens[taker])
+        priority = float(s.priority[taker])
         willing = (
             row
-            for row, (spare_s, num_left, num_generated) in givers.items()
-            if spare_s >= taker_s and num_left > cost and num_generated < limit
+            for row, giver in givers.items()
+            if giver.spare_s >= taker_s
+            and giver.num_left > cost
+            and giver.num_generated < limit
+            and giver.priority <= priority
         )
         chosen = draft.victims_for(taker, willing)
         if chosen is None or len(chosen) > _MAX_GIVERS:
@@ -121,11 +141,9 @@ def _yield_to_farthest(view: View, draft: Draft, able: Victims) -> None:
             del givers[row]
 
 
-def _beginning_to_lead(
-    view: View, draft: Draft, able: Victims
-) -> dict[int, tuple[float, float, float]]:
-    """Running streams that may yield between the high and the worthless share, nearest to the high
-    one first: row -> (seconds to spare, tokens until they are worth nothing, tokens generated)."""
+def _beginning_to_lead(view: View, draft: Draft, able: Victims) -> dict[int, _Giver]:
+    """Running streams that may yield between the high and the worthless share, by row, nearest to
+    the high one first."""
     s, policy = view.snapshot.sessions, view.policy
     rows, spare_s = able.others
     share = np.where(s.has_reader[rows], _share(view, rows), np.inf)
@@ -133,10 +151,10 @@ def _beginning_to_lead(
     between = between[share[between].argsort(kind="stable")]
     rows, spare_s, share = rows[between], spare_s[between], share[between]
     num_left = (policy.worthless_share - share) * s.max_tokens[rows]
-    columns = (spare_s, num_left, s.num_generated[rows].astype(np.float64))
-    values = zip(*(column.tolist() for column in columns), strict=True)
-    entries = zip(rows.tolist(), values, strict=True)
-    return {row: value for row, value in entries if not draft.named(row)}
+    columns = (spare_s, num_left, s.num_generated[rows], s.priority[rows])
+    givers = map(_Giver, *(column.tolist() for column in columns))
+    named = draft.named
+    return {row: giver for row, giver in zip(rows.tolist(), givers, strict=True) if not named(row)}
 
 
 def _share(view: View, rows: IntArray) -> FloatArray:

@@ -77,6 +77,7 @@ def unbalanced(draw) -> Snapshot:
     for _ in range(draw(st.integers(1, 6))):
         num = draw(sizes)
         extra = {"num_blocks_held": num, "num_blocks_needed": num}
+        extra["priority"] = draw(st.sampled_from([0.5, 0.5, 0.5, 0.8]))
         extra["num_generated"] = draw(st.sampled_from([60, 100]))
         rows.append(
             running(draw(st.floats(5, 30)), has_reader=draw(st.integers(0, 5)) > 0, **extra)
@@ -272,6 +273,7 @@ def plain_yield_to_farthest(view: View, draft: Draft, others: list[tuple[int, fl
             and spare_s >= view.engine_s(taker)
             and (worthless - share_unread(view, row)) * s.max_tokens[row]
             > 0.5 * round_trip_tokens(view, taker)
+            and s.priority[row] <= s.priority[taker]
             and s.num_generated[row] < s.num_generated[taker] - half * s.max_tokens[taker]
         ]
         chosen = draft.victims_for(taker, willing)

@@ -301,6 +301,7 @@ def test_what_is_made_in_excess_goes_on_to_those_farthest_ahead() -> None:
         {"num_resume_tokens": 12_000},  # costs more than it gains
         {"has_reader": False, "slack_s": INF},
         {"num_blocks_needed": 200},
+        {"priority": 0.4},
     ],
 )
 def test_who_is_not_given_what_is_made_in_excess(change: dict) -> None:
