@@ -118,6 +118,7 @@ sweep: $(READY)  ## parameters of the scheduler over seeds, with intervals; abou
 	$(SWEEP) --param min_quantum_s=0.25,0.5,2,4
 	$(SWEEP) --param load_limit=0.6,0.75,1
 	$(SWEEP) --param recompute_share=0,0.3,0.6
+	$(SWEEP) --setup 4090-a,h200-c --param tail_share=0.3,0.7,0.9
 
 rules: $(READY)  ## what each rule of the scheduler is worth, SEEDS=1-3 for intervals; about half an hour
 	OMP_NUM_THREADS=1 $(BIN)/python -m perf.rules --jobs $(JOBS) --seeds $(SEEDS)
