@@ -124,26 +124,25 @@ def _place_due(view: View, draft: Draft, able: Victims) -> bool:
     """Bring back streams that would run dry; False if one had to be left out.
 
     One that starves, or has no reader and was paused for as long as is allowed, keeps the room that
-    comes free for itself once it was passed over for long.
+    comes free for itself once it was passed over for long: in the latter case readers may still
+    take the place of those that yield to nobody else.
     """
     rows = due_rows(view)
     if not rows:
         return True
     s, policy, now = view.snapshot.sessions, view.policy, view.snapshot.now
-    all_placed, pool = True, Pool(draft, able, due=True)
+    all_placed, keeps_room, pool = True, False, Pool(draft, able, due=True)
     for row in rows:
-        chosen = pool.for_row(draft, row, view.engine_s(row))
+        chosen = pool.for_row(draft, row, view.engine_s(row), keeps_room=keeps_room)
         if chosen is not None:
             draft.place(row, "due", chosen)
             pool.take_out(chosen)
             continue
         all_placed = False
         waited_s = now - float(s.wait_since_time[row])
-        if s.has_reader[row]:
-            passed_over = not s.slack_s[row] > 0 and waited_s > policy.max_bypass_s
-        else:
-            passed_over = waited_s > policy.max_machine_pause_s + policy.max_bypass_s
-        if passed_over:
+        if not s.has_reader[row]:
+            keeps_room |= waited_s > policy.max_machine_pause_s + policy.max_bypass_s
+        elif not s.slack_s[row] > 0 and waited_s > policy.max_bypass_s:
             break
     return all_placed
 

@@ -58,6 +58,13 @@ class Draft:
         """
         return self.victims_to_reach(1, int(self._view.need[row]), candidates)
 
+    def victims_beside(self, row: int, candidates: Iterable[int]) -> list[int] | None:
+        """As `victims_for`, so that no less than now is free with `row` in their place."""
+        num_slots, num_blocks = max(0, self.slots), max(0, self.blocks)
+        return self.victims_to_reach(
+            1 + num_slots, int(self._view.need[row]) + num_blocks, candidates
+        )
+
     def victims_to_reach(
         self, num_slots: int, num_blocks: int, candidates: Iterable[int]
     ) -> list[int] | None:

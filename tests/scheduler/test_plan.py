@@ -387,6 +387,16 @@ def test_a_stream_without_reader_keeps_free_room_after_its_longest_pause() -> No
     assert not decide(rows(60.0), **limits)  # the next room is its own
 
 
+def test_a_machine_that_waits_for_long_keeps_no_room_from_a_reader_that_would_stall() -> None:
+    """Those in the engine were paused as often as is allowed: only readers take their places."""
+    spent = running(INF, has_reader=False, num_pauses=POLICY.max_machine_pauses)
+    long = paused(INF, has_reader=False, wait_since_time=NOW - 60.0)
+    decision = decide([spent, spent, long, paused(0.2)], max_batch_size=2)
+    assert len(decision.pause) == 1
+    assert decision.resume == (13,)
+    assert not decide([spent, spent, long], max_batch_size=2)
+
+
 def test_the_order_of_excess_is_the_policys() -> None:
     old = paused(30.0, num_generated=150)
     young = paused(30.0, num_generated=110)
