@@ -131,9 +131,9 @@ def _place_due(view: View, draft: Draft, able: Victims) -> bool:
     if not rows:
         return True
     s, policy, now = view.snapshot.sessions, view.policy, view.snapshot.now
-    all_placed, keeps_room, pool = True, False, Pool(draft, able, due=True)
+    all_placed, pool = True, Pool(draft, able, due=True)
     for row in rows:
-        chosen = pool.for_row(draft, row, view.engine_s(row), keeps_room=keeps_room)
+        chosen = pool.for_row(draft, row, view.engine_s(row))
         if chosen is not None:
             draft.place(row, "due", chosen)
             pool.take_out(chosen)
@@ -141,7 +141,8 @@ def _place_due(view: View, draft: Draft, able: Victims) -> bool:
         all_placed = False
         waited_s = now - float(s.wait_since_time[row])
         if not s.has_reader[row]:
-            keeps_room |= waited_s > policy.max_machine_pause_s + policy.max_bypass_s
+            if waited_s > policy.max_machine_pause_s + policy.max_bypass_s:
+                draft.set_aside()
         elif not s.slack_s[row] > 0 and waited_s > policy.max_bypass_s:
             break
     return all_placed

@@ -145,8 +145,7 @@ def _beginning_to_lead(view: View, draft: Draft, able: Victims) -> dict[int, _Gi
     """Running streams that may yield between the high and the worthless share, by row, nearest to
     the high one first."""
     s, policy = view.snapshot.sessions, view.policy
-    rows, spare_s = able.others
-    share = np.where(s.has_reader[rows], _share(view, rows), np.inf)
+    rows, spare_s, share = _running(view, able)
     between = ((share >= policy.high_share) & (share < policy.worthless_share)).nonzero()[0]
     between = between[share[between].argsort(kind="stable")]
     rows, spare_s, share = rows[between], spare_s[between], share[between]
@@ -155,6 +154,14 @@ def _beginning_to_lead(view: View, draft: Draft, able: Victims) -> dict[int, _Gi
     givers = map(_Giver, *(column.tolist() for column in columns))
     named = draft.named
     return {row: giver for row, giver in zip(rows.tolist(), givers, strict=True) if not named(row)}
+
+
+def _running(view: View, able: Victims) -> tuple[IntArray, FloatArray, FloatArray]:
+    """Running streams that may yield, in the order of yielding: rows, seconds to spare, unread
+    shares; infinite without a reader."""
+    rows, spare_s = able.others
+    has_reader = view.snapshot.sessions.has_reader[rows]
+    return rows, spare_s, np.where(has_reader, _share(view, rows), np.inf)
 
 
 def _share(view: View, rows: IntArray) -> FloatArray:
@@ -193,12 +200,11 @@ def _round_trip_tokens(view: View, engine_s: FloatArray) -> FloatArray:
 def _far_ahead(view: View, able: Victims) -> dict[int, tuple[float, float, float]]:
     """Running streams that may yield at or above the high share, in the order of yielding: row ->
     (seconds to spare, share, output limit). Infinitely far without a reader."""
-    s = view.snapshot.sessions
-    rows, spare_s = able.others
-    share = np.where(s.has_reader[rows], _share(view, rows), np.inf)
+    rows, spare_s, share = _running(view, able)
     ahead = share >= view.policy.high_share
     rows = rows[ahead]
-    columns = (spare_s[ahead], share[ahead], s.max_tokens[rows].astype(np.float64))
+    max_tokens = view.snapshot.sessions.max_tokens[rows].astype(np.float64)
+    columns = (spare_s[ahead], share[ahead], max_tokens)
     values = zip(*(column.tolist() for column in columns), strict=True)
     return dict(zip(rows.tolist(), values, strict=True))
 

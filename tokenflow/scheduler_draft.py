@@ -58,12 +58,9 @@ class Draft:
         """
         return self.victims_to_reach(1, int(self._view.need[row]), candidates)
 
-    def victims_beside(self, row: int, candidates: Iterable[int]) -> list[int] | None:
-        """As `victims_for`, so that no less than now is free with `row` in their place."""
-        num_slots, num_blocks = max(0, self.slots), max(0, self.blocks)
-        return self.victims_to_reach(
-            1 + num_slots, int(self._view.need[row]) + num_blocks, candidates
-        )
+    def set_aside(self) -> None:
+        """What is free now is kept for somebody who does not fit yet."""
+        self.slots, self.blocks = min(self.slots, 0), min(self.blocks, 0)
 
     def victims_to_reach(
         self, num_slots: int, num_blocks: int, candidates: Iterable[int]

@@ -101,18 +101,13 @@ class Pool:
     def __init__(self, draft: Draft, able: Victims, *, due: bool = False) -> None:
         self._draft, self._able, self._due = draft, able, due
 
-    def for_row(
-        self, draft: Draft, row: int, seconds: float, *, keeps_room: bool = False
-    ) -> list[int] | None:
-        """As Draft.victims_for, of those that can spare `seconds`. keeps_room: what is free is
-        somebody else's."""
-        if draft.fits(row) and not keeps_room:
+    def for_row(self, draft: Draft, row: int, seconds: float) -> list[int] | None:
+        """As Draft.victims_for, of those that can spare `seconds`."""
+        if draft.fits(row):
             return []
         able = (v for v, spare_s in self._left if spare_s >= seconds)
         if self._due and self._able.spent and not self._able.has_reader(row):
             able = (v for v in able if v not in self._able.spent)
-        if keeps_room:
-            return draft.victims_beside(row, able)
         return draft.victims_for(row, able)
 
     def take_out(self, rows: list[int]) -> None:
