@@ -66,6 +66,8 @@ class TokenflowPolicy:
         generated tokens: finish a few, do not lift all (section 7.1.3). But a stream that alone
         would take more than this share of the time in which all that is left can be done comes
         first, or it would run alone in the end. 0: always the longest first.
+    max_arrival_gaps: nobody will run alone as long as others keep coming, that is, until so many
+        mean gaps between arrivals have passed without one.
     min_exchange_gain: tokens' worth gained, per token of round trip, that an exchange must bring.
     link_share: share of the link between the tiers that streams taking turns may use: where a
         pause moves KV, a stream runs, and can be away, as long as moving the whole pool takes at
@@ -104,6 +106,7 @@ class TokenflowPolicy:
     max_excess_load: float = 0.5
     min_exchange_gain: float = 3.0
     tail_share: float = 0.5
+    max_arrival_gaps: float = 5.0
     link_share: float = 0.35
     turn_link_share: float = 0.1
     turn_recompute_share: float = 0.8

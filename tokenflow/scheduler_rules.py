@@ -179,7 +179,8 @@ def is_low(view: View, rows: IntArray) -> BoolArray:
 
 def excess_order(view: View, rows: IntArray) -> IntArray:
     """`rows` in the order in which they get what is left beyond what readers need: those that would
-    run alone in the end by what they have left, the others by what they have generated."""
+    run alone in the end, if nobody else comes, by what they have left; the others by what they have
+    generated."""
     result: IntArray = rows[_excess_places(view, rows)]
     return result
 
@@ -189,7 +190,7 @@ def _excess_places(view: View, rows: IntArray) -> IntArray:
     num_generated, left = view.snapshot.sessions.num_generated[rows], view.num_to_come[rows]
     num_together = len(view.running) + len(view.starting)
     num_alone = view.policy.tail_share * view.num_left
-    if not len(rows) or highest(left) * num_together < num_alone:
+    if not len(rows) or view.more_come or highest(left) * num_together < num_alone:
         return (-num_generated).argsort(kind="stable")
     tail = left * num_together >= num_alone
     places: IntArray = np.lexsort((-num_generated, -(left * tail)))

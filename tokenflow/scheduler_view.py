@@ -211,6 +211,14 @@ class View:
         """Tokens that everybody together has still to generate."""
         return int(np.add.reduce(self.num_to_come))
 
+    @lazy
+    def more_come(self) -> bool:
+        """True as long as the last arrival is no longer ago than is usual between two of them."""
+        times = self.snapshot.sessions.arrival_time
+        first, last = float(times[0]), float(times[-1])
+        since_s = self.snapshot.now - last
+        return since_s * (len(times) - 1) <= self.policy.max_arrival_gaps * (last - first)
+
     def resume_s(self, num_tokens: IntArray, num_blocks: IntArray) -> FloatArray:
         """Seconds from enqueue to first token of resumes that compute `num_tokens` each, besides
         the one they give, and load `num_blocks` from the host."""

@@ -52,12 +52,14 @@ class Effort:
 class Load:
     """What the workload asks of the engine.
 
-    ttft_bound_*: time to first token if the engine did nothing but prefill. sum_rate: Σ R of the
+    ttft_bound_*: time to first token if the engine did nothing but prefill. raw_bound: tokens/s
+    that no schedule exceeds, None where that is not known. sum_rate: Σ R of the
     readers at their most, tokens/s; capacity: Γ at their mid-life context, tokens/s.
     """
 
     ttft_bound_mean_s: float
     ttft_bound_p99_s: float
+    raw_bound: float | None
     sum_rate: float
     capacity: float
 
@@ -100,6 +102,7 @@ def measure(
         **_copies(result, block_bytes),
         "ttft_bound_mean_s": load.ttft_bound_mean_s,
         "ttft_bound_p99_s": load.ttft_bound_p99_s,
+        "raw_bound": load.raw_bound,
         "sum_rate": load.sum_rate,
         "capacity": load.capacity,
         "load": load.load,

@@ -27,7 +27,6 @@ from typing import NamedTuple
 from build_engines.model_shapes import ModelShape
 from perf.lab.gpus import Gpu
 from perf.virtual.values import SimEngine
-from tokenflow import metrics
 from tokenflow.inflight.runner import SequenceChunk
 
 _LOGIT_PASSES = 4
@@ -118,12 +117,17 @@ class RooflineCosts:
 
     def step_s(self, work: StepTotals) -> float:
         """Seconds of a step with this work: linear in it but for the one maximum."""
+        return self.least_s(work, 1.0)
+
+    def least_s(self, work: StepTotals, num_steps: float) -> float:
+        """Seconds that steps which do this work together take at least, if there are `num_steps` or
+        more of them. Exact for one."""
         num_decode, num_read, num_prefill, pairs, num_sampled = work
         num_tokens = num_decode + num_prefill
         linear_s = num_tokens * self._token_s + num_sampled * self._head_s
         return (
-            self._fixed_s
-            + max(self._weights_s, linear_s)
+            num_steps * self._fixed_s
+            + max(num_steps * self._weights_s, linear_s)
             + num_read * self._kv_s
             + pairs * self._pair_s
             + num_sampled * self._sampled_s
@@ -190,53 +194,6 @@ def sim_engine(
         enable_chunked_context=enable_chunked_context,
         lease_tokens=lease_tokens,
     )
-
-
-class PrefillBound(NamedTuple):
-    """Seconds to the first token, of all requests; p99 by nearest rank."""
-
-    mean_s: float
-    p99_s: float
-
-
-def prefill_bound_s(
-    costs: RooflineCosts,
-    prompt_lengths: Sequence[int],
-    arrival_times: Sequence[float],
-    max_num_tokens: int = 8192,
-) -> PrefillBound:
-    """Times to first token if the GPU did nothing but prefill, in order of arrival (ties: as
-    given), each step with as many tokens as there are, up to `max_num_tokens`, prompts cut where
-    the step is full. A prompt's first token comes at the end of the step with its last one.
-
-    A bound in this order and with these steps: nothing decodes beside, memory has no end. Shortest
-    first would lower the mean where lengths differ, smaller steps where the first few count.
-    Raises ValueError for a prompt without a token, or lists of different lengths.
-    """
-    if any(num < 1 for num in prompt_lengths):
-        raise ValueError("every prompt needs a token")
-    order = sorted(zip(arrival_times, prompt_lengths, strict=True), key=lambda request: request[0])
-    ttfts: list[float] = []
-    now, index, done = 0.0, 0, 0  # of order[index], `done` tokens are computed
-    while index < len(order):
-        now = max(now, order[index][0])
-        room, ended = max_num_tokens, []
-        num_read = num_prefill = pairs = 0
-        while room and index < len(order) and order[index][0] <= now:
-            arrival_time, length = order[index]
-            num = min(room, length - done)
-            num_read += done + num
-            num_prefill += num
-            pairs += num_causal_pairs(done, num)
-            room, done = room - num, done + num
-            if done == length:
-                ended.append(arrival_time)
-                index, done = index + 1, 0
-        now += costs.step_s(StepTotals(0, num_read, num_prefill, pairs, len(ended)))
-        ttfts += [now - arrival_time for arrival_time in ended]
-    if not ttfts:
-        return PrefillBound(float("nan"), float("nan"))
-    return PrefillBound(sum(ttfts) / len(ttfts), metrics.percentile(ttfts, 99))
 
 
 def _check_tp(model: ModelShape, tp: int) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from perf.lab import setups
-from perf.lab.arrivals import Burst, Delayed
+from perf.lab.arrivals import Burst, Delayed, Poisson
 from perf.lab.lengths import Normal
 from perf.lab.mixes import Mix, OneRate
 from perf.lab.setups import Setup
@@ -54,9 +54,15 @@ def _on_4090(name: str, workload: Workload) -> Setup:
     return dataclasses.replace(setups.find("4090-a"), name=name, workload=workload)
 
 
+def _steady(num: int, rate: float, prompt: int, answer: int, mix: Mix) -> Singles:
+    crowd = _crowd(num, prompt, answer, mix)
+    return dataclasses.replace(crowd, arrivals=Poisson(rate))
+
+
 _CLASSES = Mix(readers=OneRate(6.0), priorities=((0.9, 0.2), (0.5, 0.6), (0.1, 0.2)))
 _MACHINES = Mix(readers=OneRate(6.0), machine_share=0.4)
 _FAST = Mix(readers=OneRate(20.0))
+_READERS = Mix(readers=OneRate(6.0))
 
 OWN: dict[str, Setup] = {
     setup.name: setup
@@ -67,12 +73,14 @@ OWN: dict[str, Setup] = {
             "late-burst",
             Together((_crowd(24, 512, 2048, _FAST), _crowd(120, 256, 192, _FAST, delay_s=30.0))),
         ),
+        setups.with_host(_on_4090("steady", _steady(60, 1.0, 512, 2048, _READERS)), 0),
     )
 }
 """Set-ups that show what one rule is for: urgent requests in a crowd; requests without a reader in
-a crowd; a burst that finds everybody far ahead."""
+a crowd; a burst that finds everybody far ahead; requests that keep coming, without a host tier."""
 
 DEFAULT_SETUPS = (
+    "4090-a",
     "4090-b",
     "4090-b:20",
     "4090-b:6:0",
@@ -82,6 +90,7 @@ DEFAULT_SETUPS = (
     "conversations",
     "sharegpt",
     "burstgpt",
+    "on-off",
     *OWN,
 )
 """What is run unless asked otherwise; see `setup_of`."""

@@ -185,6 +185,11 @@ VARIANTS: tuple[Variant, ...] = (
         ("excess-most-generated", "always to the most generated", {"tail_share": _NEVER}),
     ),
     *_variants(
+        "there are no tails as long as others keep coming",
+        ("tails-always", "there are", {"max_arrival_gaps": 0.0}),
+        own="steady",
+    ),
+    *_variants(
         "readers with little unread get free room first",
         ("nobody-low", "nobody counts as low", {"low_share": 0.0}),
     ),

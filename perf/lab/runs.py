@@ -23,9 +23,10 @@ from typing import Any
 
 from perf.lab import setups
 from perf.lab.arrivals import Burst, Poisson
+from perf.lab.bounds import prefill_bound_s, raw_throughput_bound
 from perf.lab.measures import Effort, Load, Record, measure
 from perf.lab.policies import PolicyRow, planner_of, policies
-from perf.lab.roofline import RooflineCosts, prefill_bound_s
+from perf.lab.roofline import RooflineCosts
 from perf.lab.series import Series, series
 from perf.lab.setups import Setup
 from perf.lab.timeline import Timeline
@@ -192,6 +193,7 @@ def load_of(setup: Setup, engine: SimEngine, requests: Sequence[SimRequest]) -> 
     return Load(
         ttft_bound_mean_s=bound.mean_s,
         ttft_bound_p99_s=bound.p99_s,
+        raw_bound=raw_throughput_bound(engine.step_cost, engine, requests),
         sum_rate=sum_rate,
         capacity=capacity,
     )

@@ -17,17 +17,12 @@ from perf.lab.roofline import (
     decode_totals,
     kv_bytes_per_token_and_gpu,
     kv_pool_tokens,
-    prefill_bound_s,
     prefill_totals,
     sim_engine,
     totals,
 )
-from perf.virtual.simulation import Simulation
-from perf.virtual.values import SimRequest
 from tokenflow.inflight.runner import SequenceChunk
 from tokenflow.inflight.virtual_runner import DecodeCosts
-from tokenflow.policies import FcfsReservePolicy
-from tokenflow.scheduler import plan
 
 COSTS = RooflineCosts(H200, LLAMA3_8B)
 
@@ -165,43 +160,6 @@ def test_the_engine_in_virtual_time_has_the_costs():
     pair = sim_engine(H200, LLAMA3_8B, tp=2)
     assert pair.block_bytes == engine.block_bytes
     assert pair.copy_bytes_per_s == 2 * engine.copy_bytes_per_s
-
-
-def test_the_engine_runs_a_burst_and_first_tokens_keep_the_bound():
-    engine = sim_engine(H200, LLAMA3_8B, memory_fraction=0.3, max_batch_size=64)
-    requests = [
-        SimRequest(arrival_time=0.01 * i, num_prompt_tokens=500 + i, max_tokens=8)
-        for i in range(40)
-    ]
-    policy = FcfsReservePolicy()
-    result = Simulation(requests, lambda snapshot: plan(snapshot, policy), engine).run()
-    ttfts = [q.token_times[0] - q.request.arrival_time for q in result.seqs]
-    bound = prefill_bound_s(
-        COSTS, [r.num_prompt_tokens for r in requests], [r.arrival_time for r in requests]
-    )
-    assert bound.mean_s <= sum(ttfts) / len(ttfts) < 2 * bound.mean_s
-    assert bound.p99_s <= max(ttfts) < 2 * bound.p99_s
-
-
-def test_the_prefill_bound_by_hand():
-    def seconds(*parts):
-        read = pairs = ended = 0
-        for start, num, is_end in parts:
-            one = prefill_totals(num, start)
-            read, pairs = read + one.num_context_tokens_read, pairs + one.attention_pairs
-            ended += is_end
-        num_tokens = sum(num for _, num, _ in parts)
-        return COSTS.step_s(StepTotals(0, read, num_tokens, pairs, ended))
-
-    first = seconds((0, 600, True), (0, 400, False))
-    second = seconds((400, 200, True))
-    bound = prefill_bound_s(COSTS, [600, 600], [0.0, 0.0], max_num_tokens=1000)
-    assert bound.mean_s == pytest.approx((first + first + second) / 2)
-    assert bound.p99_s == pytest.approx(first + second)
-    apart = prefill_bound_s(COSTS, [600, 600], [9.0, 0.0])
-    assert apart.mean_s == pytest.approx(seconds((0, 600, True)))
-    with pytest.raises(ValueError, match="token"):
-        prefill_bound_s(COSTS, [0], [0.0])
 
 
 def test_a_first_come_burst_is_the_sum_of_its_steps():

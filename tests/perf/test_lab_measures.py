@@ -24,7 +24,9 @@ from tokenflow.policies import FcfsReservePolicy, Policy, TokenflowPolicy
 from tokenflow.scheduler import plan
 from tokenflow.types import EndReason
 
-LOAD = Load(ttft_bound_mean_s=0.5, ttft_bound_p99_s=1.0, sum_rate=20.0, capacity=40.0)
+LOAD = Load(
+    ttft_bound_mean_s=0.5, ttft_bound_p99_s=1.0, raw_bound=90.0, sum_rate=20.0, capacity=40.0
+)
 EFFORT = Effort(num_plans=7, plan_wall_s=0.01, wall_s=2.0)
 
 

@@ -18,7 +18,9 @@ BURST = {"setup": "h200-a", "arrivals": "burst", "read_rate": 6.0, "host_gb": 12
 def record(policy: str, seed: int = 1, **changed) -> Record:
     request = SimRequest(arrival_time=0.0, num_prompt_tokens=4, max_tokens=3, read_rate=6.0)
     seq = SimSeq(request, token_times=[1.0, 1.1, 1.2], end=EndReason.LENGTH)
-    load = Load(ttft_bound_mean_s=0.4, ttft_bound_p99_s=1.0, sum_rate=6.0, capacity=9.0)
+    load = Load(
+        ttft_bound_mean_s=0.4, ttft_bound_p99_s=1.0, raw_bound=10.0, sum_rate=6.0, capacity=9.0
+    )
     effort = Effort(num_plans=3, plan_wall_s=0.001, wall_s=0.5)
     measured = measure(SimResult(seqs=[seq]), Timeline(), load, effort, block_bytes=1)
     labels = {"policy": policy, "seed": seed, "uses_host": policy == "tokenflow"}

@@ -207,7 +207,9 @@ def test_urgent_ones_and_machines_are_measured_apart() -> None:
         end = EndReason.LENGTH
         return SimSeq(request, token_times=[1.0 + ttft, 2.0 + ttft], end=end, end_time=2.0 + ttft)
 
-    load = Load(ttft_bound_mean_s=0.1, ttft_bound_p99_s=0.1, sum_rate=1.0, capacity=2.0)
+    load = Load(
+        ttft_bound_mean_s=0.1, ttft_bound_p99_s=0.1, raw_bound=None, sum_rate=1.0, capacity=2.0
+    )
     effort = Effort(num_plans=1, plan_wall_s=0.1, wall_s=0.1)
 
     def record(*seqs: SimSeq) -> Record:

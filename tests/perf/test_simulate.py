@@ -27,6 +27,7 @@ ACCEPTED_KEYS = {
     *("num_stalls_engine_pause", "num_stalls_engine_step", "num_planned_pauses"),
     *("num_forced_pauses", "num_internal_pauses", "offload_bytes", "onboard_bytes"),
     *("host_peak_bytes", "hidden_copy_share", "ttft_bound_mean_s", "ttft_bound_p99_s"),
+    "raw_bound",
 }
 
 

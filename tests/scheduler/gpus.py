@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from build_engines.model_shapes import MODELS
+from perf.lab.bounds import prefill_bound_s
 from perf.lab.gpus import GPUS
-from perf.lab.roofline import prefill_bound_s, sim_engine
+from perf.lab.roofline import sim_engine
 from perf.virtual.values import SimEngine, SimRequest
 
 _MODEL = MODELS["llama3-8b"]

@@ -339,7 +339,24 @@ def test_the_order_of_excess_is_the_policys() -> None:
     old = paused(30.0, num_generated=150)
     young = paused(30.0, num_generated=110)
     rows = [running(0.1, num_generated=10), old, young]
-    by_rest = TokenflowPolicy(tail_share=0.0)
+    by_rest = TokenflowPolicy(tail_share=0.0, max_arrival_gaps=0.0)
     by_age = TokenflowPolicy(tail_share=100.0)
     assert decide(rows, by_rest, max_batch_size=2).resume == (12,)
     assert decide(rows, by_age, max_batch_size=2).resume == (11,)
+
+
+def test_nobody_will_run_alone_as_long_as_others_keep_coming() -> None:
+    """One request a second until `since_s` ago; the younger of the two has the longer rest."""
+    by_rest = TokenflowPolicy(tail_share=0.0)
+
+    def first(since_s: float) -> tuple[int, ...]:
+        last = NOW - since_s
+        rows = [
+            running(0.1, num_generated=10, arrival_time=last - 2.0),
+            paused(30.0, num_generated=150, arrival_time=last - 1.0),
+            paused(30.0, num_generated=110, arrival_time=last),
+        ]
+        return decide(rows, by_rest, max_batch_size=2).resume
+
+    assert first(4.9) == (11,)
+    assert first(5.1) == (12,)
