@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.remote.engines import _response
+from tests.remote.counting_engine import _response
 from tests.remote.helpers import LIMIT_S, wait_until
 from tokenflow.errors import EngineError
 from tokenflow.executor.api import FinishReason, Request, Response, SamplingConfig

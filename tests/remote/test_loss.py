@@ -16,7 +16,7 @@ from random import Random
 
 import pytest
 
-from tests.remote.engines import CRASH_TOKEN
+from tests.remote.counting_engine import CRASH_TOKEN
 from tests.remote.helpers import (
     LIMIT_S,
     collect,

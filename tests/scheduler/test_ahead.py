@@ -11,20 +11,16 @@ from perf.virtual.simulation import Simulation
 from perf.virtual.values import SimEngine, SimResult
 from perf.virtual.workloads import demo
 from tests.scheduler.build import COSTS, MAX_UTIL, paused, running, snapshot, waiting
+from tests.scheduler.decisions import POLICY, decide
 from tests.scheduler.outcomes import throughput_ratio, worst_stall_s
 from tokenflow.config import ServingConfig
 from tokenflow.policies import TokenflowPolicy, policy_from_config
 from tokenflow.scheduler import plan
 from tokenflow.types import ArrivalEstimate, Decision, SessionState
 
-POLICY = TokenflowPolicy()
 COPIES = dataclasses.replace(COSTS, offload_block_s=0.002, onboard_block_s=0.002)
 BURST = ArrivalEstimate(short_rate=12.0, long_rate=0.2, blocks_per_arrival=2.0, burst=True)
 """1.3 arrivals, 2.6 blocks, in the 0.11 s that a pause takes with the wait for its plan."""
-
-
-def decide(rows: list[dict[str, Any]], policy: TokenflowPolicy = POLICY, **limits: Any) -> Decision:
-    return plan(snapshot(rows, **limits), policy)
 
 
 # -- announced arrivals ------------------------------------------------------------------------

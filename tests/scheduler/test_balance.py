@@ -6,16 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.scheduler.build import NOW, paused, running, snapshot
-from tokenflow.policies import TokenflowPolicy
-from tokenflow.scheduler import plan
-from tokenflow.types import Decision
+from tests.scheduler.build import NOW, paused, running
+from tests.scheduler.decisions import decide
 
 INF = float("inf")
-
-
-def decide(rows: list[dict], **limits: Any) -> Decision:
-    return plan(snapshot(rows, **limits), TokenflowPolicy())
 
 
 def test_excess_goes_to_a_stream_that_is_nearly_read_out() -> None:
