@@ -146,7 +146,7 @@ class Load:
             held = context * self._share_unfinished(sets, decoded)
             overflow = np.maximum(held - num_pool_tokens, 0.0)
             turned = self._summed(self._needs.turned(self._each[2], self._rows))
-            decoded *= self._share_left(turned, overflow, context, num / context)
+            decoded *= self._share_left(turned, overflow, self._not_kept(context), num / context)
         return decoded
 
     def _share_unfinished(self, sets: Need, decoded: FloatArray) -> FloatArray:
@@ -159,14 +159,22 @@ class Load:
         share: FloatArray = 1.0 - _FINISHING * np.minimum(np.maximum(finished, 0.0), 1.0)
         return share
 
+    def _not_kept(self, context: FloatArray) -> FloatArray:
+        """Of the KV tokens `context` [K, ...], with what streams hold unread, those that both tiers
+        cannot hold. Nobody counts as finished: that the host overflows costs each turn its KV."""
+        kv, (lasts, reads, _) = self._view.snapshot.kv, self._each
+        num_kept = (kv.num_total_blocks + kv.num_host_blocks) * kv.tokens_per_block
+        unread = self._summed(self._needs.unread(lasts, reads, self._rows))
+        result: FloatArray = np.maximum(context + unread - num_kept, 0.0)
+        return result
+
     def _share_left(
-        self, turned: FloatArray, overflow: FloatArray, context: FloatArray, per_mean: FloatArray
+        self, turned: FloatArray, overflow: FloatArray, not_kept: FloatArray, per_mean: FloatArray
     ) -> FloatArray:
         """Share of the engine's time that bringing streams back leaves for decoding, [K, ...].
 
         turned: KV tokens/s of the streams whose turn begins. overflow: KV tokens of those not
-        finished that the device does not hold. context: KV tokens of all; where both tiers cannot
-        hold them, nobody counts as finished: that the host overflows costs each turn its KV.
+        finished that the device does not hold. not_kept: KV tokens that no tier holds.
         per_mean: 1 / mean KV tokens of a stream. What the host takes is copied there, and back
         where that is not slower than computing: the time for which steps wait is lost, and a link
         that is busy all the time is the limit.
@@ -175,9 +183,7 @@ class Load:
         out_share = np.minimum(overflow * per_mean, 1.0)
         lost_share = out_share
         if loads(self._view.snapshot):
-            num_kept = (kv.num_total_blocks + kv.num_host_blocks) * kv.tokens_per_block
-            num_lost = np.maximum(context - num_kept, 0.0)
-            lost_share = np.minimum(num_lost * per_mean, 1.0)
+            lost_share = np.minimum(not_kept * per_mean, 1.0)
         recompute = turned * lost_share / costs.prefill_tokens_per_s
         if not kv.num_host_blocks:
             share: FloatArray = np.maximum(1.0 - recompute, 0.0)

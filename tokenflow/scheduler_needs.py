@@ -107,6 +107,14 @@ class Needs:
         """KV tokens/s of turns, [K, n], of each of `rows`, whose KV tokens are `context`."""
         return context * self._turn_rate[rows]
 
+    def unread(self, lasts: FloatArray, reads: FloatArray, rows: IntArray) -> FloatArray:
+        """KV tokens, [K, n], that each of `rows` fills beyond what has been read: a turn at most,
+        while it takes turns; and half a block, its last one, in the mean. lasts, reads: see `each`.
+        """
+        half_block = 0.5 * (self._view.snapshot.kv.tokens_per_block - 1)
+        unread: FloatArray = half_block * lasts + self._turn[rows] * (reads > 0)
+        return unread
+
     def num_blocks_final(self, lasts: FloatArray, rows: IntArray) -> FloatArray:
         """Blocks at the end, [K, n], of each of `rows`; lasts: 1 while it is not over, else 0."""
         return lasts * self._sessions.num_blocks_final[rows]
@@ -120,11 +128,16 @@ class Needs:
         return np.where(s.started & s.has_reader, unread_s, 0.0)
 
     @lazy
-    def _turn_rate(self) -> FloatArray:
-        """Turns/s of each row [n]: a stream that takes turns runs each time from the low share to
-        beyond the high one."""
+    def _turn(self) -> FloatArray:
+        """Tokens of a turn of each row [n]: a stream that takes turns runs each time from the low
+        share to beyond the high one."""
         view, max_tokens = self._view, self._sessions.max_tokens
         min_turn = max(view.policy.min_quantum_s / view.step_s, 1.0)
-        turn = np.minimum(np.maximum(view.policy.turn_share * max_tokens, min_turn), max_tokens)
-        turn_rate: FloatArray = self._rate / turn
+        turn: FloatArray = np.maximum(view.policy.turn_share * max_tokens, min_turn)
+        return np.minimum(turn, max_tokens)
+
+    @lazy
+    def _turn_rate(self) -> FloatArray:
+        """Turns/s of each row [n]."""
+        turn_rate: FloatArray = self._rate / self._turn
         return turn_rate

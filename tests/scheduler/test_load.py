@@ -46,6 +46,18 @@ def test_short_answers_count_beside_many_that_are_read_for_long(num_slow: int) -
     assert num_admitted([*short, *slow]) == num_admitted(short) == 53
 
 
+@pytest.mark.parametrize("num_host_blocks", [400, 1200, 2000])
+def test_as_many_as_both_tiers_hold_with_what_is_unread(num_host_blocks: int) -> None:
+    """On an engine that decodes fast and prefills slowly: a little more than both tiers hold would
+    make each turn compute all of its KV again."""
+    rows = [waiting(**stream(4.0, 400)) for _ in range(200)]
+    tiers = {"num_total_blocks": 400, "num_host_blocks": num_host_blocks}
+    limits = {"max_batch_size": 64, "capacity_policy": MAX_UTIL, "costs": costs_of(3.0, 0.5)}
+    view = view_of(snapshot(rows, **tiers, **limits), TokenflowPolicy())
+    num_tokens = Load(view).num_admitted(view.waiting) * (128 + 400)
+    assert 0.95 * sum(tiers.values()) * 32 <= num_tokens <= sum(tiers.values()) * 32
+
+
 def test_short_answers_count_beside_slow_ones_that_are_served() -> None:
     served = [running(3.0, **stream(0.25, 1000, 10)) for _ in range(60)]
     crowd = [waiting(**stream(25.0, 50)) for _ in range(59)]
