@@ -161,12 +161,14 @@ class Load:
 
     def _not_kept(self, context: FloatArray) -> FloatArray:
         """Of the KV tokens `context` [K, ...], with what streams hold unread, those that both tiers
-        cannot hold. Nobody counts as finished: that the host overflows costs each turn its KV."""
+        cannot hold; none as long as the device holds all. Nobody counts as finished: that the host
+        overflows costs each turn its KV."""
         kv, (lasts, reads, _) = self._view.snapshot.kv, self._each
-        num_kept = (kv.num_total_blocks + kv.num_host_blocks) * kv.tokens_per_block
+        num_pool_tokens = kv.num_total_blocks * kv.tokens_per_block
+        num_kept = num_pool_tokens + kv.num_host_blocks * kv.tokens_per_block
         unread = self._summed(self._needs.unread(lasts, reads, self._rows))
-        result: FloatArray = np.maximum(context + unread - num_kept, 0.0)
-        return result
+        not_kept = np.maximum(context + unread - num_kept, 0.0)
+        return np.where(context > num_pool_tokens, not_kept, 0.0)
 
     def _share_left(
         self, turned: FloatArray, overflow: FloatArray, not_kept: FloatArray, per_mean: FloatArray
@@ -190,7 +192,8 @@ class Load:
             return share
         turned_blocks = turned / kv.tokens_per_block
         offload = turned_blocks * out_share * costs.offload_block_s
-        onboard = turned_blocks * (out_share - lost_share) * costs.onboard_block_s
+        loaded_share = np.maximum(out_share - lost_share, 0.0)
+        onboard = turned_blocks * loaded_share * costs.onboard_block_s
         left = np.maximum(1.0 - recompute - costs.copy_wait_share * (offload + onboard), 0.0)
         link = np.maximum(offload, onboard) if kv.has_tiering else offload + onboard
         return np.where(link > 1.0, np.minimum(left, 1.0 / np.maximum(link, 1.0)), left)

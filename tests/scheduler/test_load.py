@@ -58,6 +58,20 @@ def test_as_many_as_both_tiers_hold_with_what_is_unread(num_host_blocks: int) ->
     assert 0.95 * sum(tiers.values()) * 32 <= num_tokens <= sum(tiers.values()) * 32
 
 
+def test_nothing_is_lost_of_what_never_leaves_the_device() -> None:
+    """The pool holds all in the beginning. The engine is so fast that a turn is a whole answer."""
+    rows = [*(running(1.0, num_generated=100) for _ in range(5)), waiting(read_rate=1.0)]
+    limits = {"max_batch_size": 5, "num_total_blocks": 22, "capacity_policy": MAX_UTIL}
+
+    def first(num_host_blocks: int) -> float:
+        snap = snapshot(
+            rows, num_host_blocks=num_host_blocks, costs=costs_of(500.0, 0.01), **limits
+        )
+        return float(Load(view_of(snap, TokenflowPolicy())).capacity(5)[0])
+
+    assert first(50) == first(1000)
+
+
 def test_short_answers_count_beside_slow_ones_that_are_served() -> None:
     served = [running(3.0, **stream(0.25, 1000, 10)) for _ in range(60)]
     crowd = [waiting(**stream(25.0, 50)) for _ in range(59)]
