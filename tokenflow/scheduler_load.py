@@ -146,7 +146,7 @@ class Load:
             held = context * self._share_unfinished(sets, decoded)
             overflow = np.maximum(held - num_pool_tokens, 0.0)
             turned = self._summed(self._needs.turned(self._each[2], self._rows))
-            decoded *= self._share_left(turned, overflow, self._not_kept(context), num / context)
+            decoded *= self._share_left(turned, overflow, context, num / context)
         return decoded
 
     def _share_unfinished(self, sets: Need, decoded: FloatArray) -> FloatArray:
@@ -171,12 +171,12 @@ class Load:
         return np.where(context > num_pool_tokens, not_kept, 0.0)
 
     def _share_left(
-        self, turned: FloatArray, overflow: FloatArray, not_kept: FloatArray, per_mean: FloatArray
+        self, turned: FloatArray, overflow: FloatArray, context: FloatArray, per_mean: FloatArray
     ) -> FloatArray:
         """Share of the engine's time that bringing streams back leaves for decoding, [K, ...].
 
         turned: KV tokens/s of the streams whose turn begins. overflow: KV tokens of those not
-        finished that the device does not hold. not_kept: KV tokens that no tier holds.
+        finished that the device does not hold. context: KV tokens of all.
         per_mean: 1 / mean KV tokens of a stream. What the host takes is copied there, and back
         where that is not slower than computing: the time for which steps wait is lost, and a link
         that is busy all the time is the limit.
@@ -185,7 +185,7 @@ class Load:
         out_share = np.minimum(overflow * per_mean, 1.0)
         lost_share = out_share
         if loads(self._view.snapshot):
-            lost_share = np.minimum(not_kept * per_mean, 1.0)
+            lost_share = np.minimum(self._not_kept(context) * per_mean, 1.0)
         recompute = turned * lost_share / costs.prefill_tokens_per_s
         if not kv.num_host_blocks:
             share: FloatArray = np.maximum(1.0 - recompute, 0.0)
