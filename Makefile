@@ -110,6 +110,7 @@ lab: $(READY)  ## every policy on the paper's set-ups, in virtual time; tables, 
 	  --output $(RESULTS)/simulate_burst_400.json --figures $(RESULTS)
 	$(SIMULATE) --setup 4090-b --policies ablation \
 	  --output $(RESULTS)/ablation.json --figures $(RESULTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m perf.assumptions --jobs $(JOBS)
 	$(MAKE) sweep
 
 sweep: $(READY)  ## parameters of the scheduler over seeds, with intervals; about ten minutes with JOBS=2

@@ -17,7 +17,7 @@ from typing import Any
 
 from perf import demo_kv_table
 from perf.kv.tables import markdown as kv_tiers_tables
-from perf.lab import documents, rule_tables
+from perf.lab import assumptions, documents, rule_tables
 from tokenflow.config import ServingConfig, format_parameters
 from tokenflow.preemption import UNPAUSABLE_KINDS
 
@@ -203,6 +203,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
         "virtual_real.json", documents.virtual_real, "python -m perf.virtual_real"
     ),
     "sweeps": _of_lab("sweep_*.json", documents.sweeps),
+    "assumptions": _of_lab("assumptions*.json", assumptions.document),
     "rules": _of_lab("rules*.json", rule_tables.document, "make rules"),
     "parameters": lambda results: parameter_table(),
     "unpausable": lambda results: unpausable_table(),

@@ -27,6 +27,8 @@ class Gpu:
     attention_share: of tensor_flops, in the attention of a prefill.
     bandwidth_share: of memory_bytes_per_s, in a decode step (weights and paged KV).
     step_overhead_s: launch and host work of one step that nothing hides.
+    decode_computes: False: decoding takes the time of what it reads and writes, and none for its
+        arithmetic. No GPU is like that, simple models are (assumptions.py).
     """
 
     name: str
@@ -41,11 +43,14 @@ class Gpu:
     attention_share: float
     bandwidth_share: float
     step_overhead_s: float
+    decode_computes: bool = True
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name != "name" and not value > 0:
+            if field.name in ("name", "decode_computes"):
+                continue
+            if not value > 0:
                 raise ValueError(f"{field.name} must be > 0, got {value!r}")
             if field.name.endswith("_share") and value > 1:
                 raise ValueError(f"{field.name} must be <= 1, got {value!r}")

@@ -124,7 +124,10 @@ class RooflineCosts:
         more of them. Exact for one."""
         num_decode, num_read, num_prefill, pairs, num_sampled = work
         num_tokens = num_decode + num_prefill
-        linear_s = num_tokens * self._token_s + num_sampled * self._head_s
+        if self.gpu.decode_computes:
+            linear_s = num_tokens * self._token_s + num_sampled * self._head_s
+        else:
+            linear_s = num_prefill * self._token_s
         return (
             num_steps * self._fixed_s
             + max(num_steps * self._weights_s, linear_s)

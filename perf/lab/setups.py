@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,7 +51,8 @@ class Setup:
     """A machine and its work.
 
     gpu, model: names in gpus.GPUS and model_shapes.MODELS; tp: GPUs. memory_fraction: of each
-    GPU's memory, for weights and KV. host_bytes: of the host tier; 0: none.
+    GPU's memory, for weights and KV. host_bytes: of the host tier; 0: none. gpu_changes: (field of
+    gpus.Gpu, value), where the GPU is taken to be another.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Setup:
     max_num_tokens: int = 8192
     host_bytes: int = 128 * _GB
     tp: int = 1
+    gpu_changes: tuple[tuple[str, Any], ...] = ()
 
     @property
     def read_rate(self) -> float | None:
@@ -227,7 +229,7 @@ def engine(
 ) -> SimEngine:
     """Its engine, warm, run by so many rules; see roofline.sim_engine and ServingConfig."""
     machine = sim_engine(
-        GPUS[setup.gpu],
+        dataclasses.replace(GPUS[setup.gpu], **dict(setup.gpu_changes)),
         MODELS[setup.model],
         tp=setup.tp,
         memory_fraction=setup.memory_fraction,

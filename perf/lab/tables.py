@@ -165,6 +165,12 @@ def variant_rows(cell: Mapping[str, Record]) -> list[list[str]]:
     return table
 
 
+def figures(record: Mapping[str, Any], *names: str) -> list[str]:
+    """What the rows of these names say of one policy."""
+    texts = dict(ROWS)
+    return [texts[name](record) for name in names]
+
+
 def format_table(table: Sequence[Sequence[str]]) -> str:
     """Text in columns, for a terminal; the first one to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
