@@ -1,4 +1,4 @@
-"""What clients and traces are told about a session, and the totals of it.
+"""What clients and traces are told about a session, and what is kept of it: totals, its length.
 
 Owns the construction of `TokenEvent`s, the counters and the trace records of sessions. Invariant:
 an event with `end` set is emitted once per session; `Session.answered` says that it was.
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tokenflow.executor.api import IterationStats, Result
+from tokenflow.output_lengths import OutputLengths
 from tokenflow.session import Session
 from tokenflow.trace import Tracer
 from tokenflow.types import EndReason, GenerateRequest, TokenEvent
@@ -81,13 +82,16 @@ class Counters:
 
 
 class Answers:
-    """Tells the sender and the trace what happened to sessions."""
+    """Tells the sender and the trace what happened to sessions. lengths: learns from their ends."""
 
-    def __init__(self, emit: Callable[[TokenEvent], None], tracer: Tracer) -> None:
+    def __init__(
+        self, emit: Callable[[TokenEvent], None], tracer: Tracer, lengths: OutputLengths
+    ) -> None:
         self._emit = emit
         self._tracer = tracer
         self._ttft_s: deque[float] = deque(maxlen=_MAX_TTFT_SAMPLES)
         self.counters = Counters()
+        self.lengths = lengths
 
     def first_token(self, session: Session, now: float) -> None:
         """The request's first token ever is on its way."""
@@ -135,10 +139,7 @@ class Answers:
     ) -> None:
         """New tokens of a session; `end` when they are its last and it ended by itself."""
         if end is not None:
-            session.answered = True
-            self.counters.num_ok += 1
-            num_tokens = len(session.output_token_ids)
-            self.trace("finish", session, now, reason=end.value, num_tokens=num_tokens)
+            self._finished(session, end, now)
         self._emit(
             TokenEvent(
                 handle=session.handle,
@@ -170,10 +171,7 @@ class Answers:
 
     def finished_by_text(self, session: Session, now: float) -> None:
         """The sender saw a stop string and has answered; no event."""
-        session.answered = True
-        self.counters.num_ok += 1
-        num_tokens = len(session.output_token_ids)
-        self.trace("finish", session, now, reason=EndReason.STOP.value, num_tokens=num_tokens)
+        self._finished(session, EndReason.STOP, now)
 
     def refused(
         self,
@@ -200,6 +198,13 @@ class Answers:
             )
         )
 
+    def _finished(self, session: Session, end: EndReason, now: float) -> None:
+        session.answered = True
+        self.counters.num_ok += 1
+        num_tokens = len(session.output_token_ids)
+        self.lengths.observe(num_tokens, stopped=end is EndReason.STOP)
+        self.trace("finish", session, now, reason=end.value, num_tokens=num_tokens)
+
     def _end(
         self,
         session: Session,
@@ -209,6 +214,7 @@ class Answers:
         retryable: bool = False,
     ) -> None:
         session.answered = True
+        self.lengths.observe(len(session.output_token_ids), stopped=False)
         self.trace(_TRACE_NAMES[end], session, now, reason=error)
         self._emit(
             TokenEvent(

@@ -152,6 +152,11 @@ class ServingConfig:
     anticipate_arrivals: bool = _field(
         True, "make room for the arrivals that their moving averages announce"
     )
+    learn_output_lengths: bool = _field(
+        True,
+        "expect answers to be as long as those that ended by themselves, not as long as max_tokens "
+        "allows",
+    )
     lease_tokens: int = _field(
         0,
         "tokens that a request may generate per enqueue (0 = all it asks for)",

@@ -28,6 +28,7 @@ from tokenflow.executor.api import (
 from tokenflow.executor.kv_api import KvTierStats
 from tokenflow.holds import Holds
 from tokenflow.intake import Intake
+from tokenflow.output_lengths import OutputLengths
 from tokenflow.session import Session
 from tokenflow.session_table import SessionTable
 from tokenflow.trace import NullTracer, Tracer
@@ -57,13 +58,15 @@ class Coordinator:
         emit: Callable[[TokenEvent], None],
         tracer: Tracer | None = None,
         costs: CostModel | None = None,
+        lengths: OutputLengths | None = None,
     ) -> None:
-        """costs: what is known of the engine's costs already; None: nothing."""
+        """costs, lengths: what is known already of the engine's costs, and of how long answers are;
+        None: nothing."""
         engine = config.executor_config()
         self._config = config
         self._plan = planner
         self._tracer = tracer or NullTracer()
-        self._answers = Answers(emit, self._tracer)
+        self._answers = Answers(emit, self._tracer, lengths or OutputLengths())
         self._capacity_policy = engine.scheduler_config.capacity_scheduler_policy
         self._handles = itertools.count(1)
         self._last_plan_time = float("-inf")

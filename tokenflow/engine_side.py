@@ -66,7 +66,9 @@ class EngineSide:
             self._recovery,
             self.num_total_blocks,
         )
-        self.snapshots = Snapshots(table, self._whereabouts, costs, config, self.num_total_blocks)
+        self.snapshots = Snapshots(
+            table, self._whereabouts, costs, answers.lengths, config, self.num_total_blocks
+        )
         self._look_at_pools(executor)
 
     def arrived(self, session: Session, now: float) -> None:

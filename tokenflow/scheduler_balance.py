@@ -87,8 +87,8 @@ def _yield_to_low(view: View, draft: Draft, able: Victims) -> None:
         chosen = known[alike]
         if chosen is None or len(chosen) != 1:
             continue
-        _, share, max_tokens = givers[chosen[0]]
-        if num * (1.0 - _worth(view, share, num / max_tokens)) - cost > 0:
+        _, share, num_expected = givers[chosen[0]]
+        if num * (1.0 - _worth(view, share, num / num_expected)) - cost > 0:
             draft.place(taker, "balance", chosen)
             del givers[chosen[0]]
             known.clear()
@@ -122,7 +122,7 @@ def _yield_to_farthest(view: View, draft: Draft, able: Victims) -> None:
             return
         if draft.named(taker) or draft.fits(taker):
             continue
-        limit = float(s.num_generated[taker]) - half * float(s.max_tokens[taker])
+        limit = float(s.num_generated[taker]) - half * float(view.num_expected[taker])
         priority = float(s.priority[taker])
         willing = (
             row
@@ -149,7 +149,7 @@ def _beginning_to_lead(view: View, draft: Draft, able: Victims) -> dict[int, _Gi
     between = ((share >= policy.high_share) & (share < policy.worthless_share)).nonzero()[0]
     between = between[share[between].argsort(kind="stable")]
     rows, spare_s, share = rows[between], spare_s[between], share[between]
-    num_left = (policy.worthless_share - share) * s.max_tokens[rows]
+    num_left = (policy.worthless_share - share) * view.num_expected[rows]
     columns = (spare_s, num_left, s.num_generated[rows], s.priority[rows])
     givers = map(_Giver, *(column.tolist() for column in columns))
     named = draft.named
@@ -165,9 +165,8 @@ def _running(view: View, able: Victims) -> tuple[IntArray, FloatArray, FloatArra
 
 
 def _share(view: View, rows: IntArray) -> FloatArray:
-    """Unread tokens of `rows` as shares of their output limits."""
-    s = view.snapshot.sessions
-    share: FloatArray = view.unread[rows] / s.max_tokens[rows]
+    """Unread tokens of `rows` as shares of their outputs, as expected."""
+    share: FloatArray = view.unread[rows] / view.num_expected[rows]
     return share
 
 
@@ -184,8 +183,8 @@ def _low_paused(view: View, draft: Draft) -> IntArray:
 
 def _num_taken(view: View, rows: IntArray) -> FloatArray:
     """Tokens until the readers of `rows` reach the high share."""
-    max_tokens = view.snapshot.sessions.max_tokens[rows]
-    num: FloatArray = (view.policy.high_share - _share(view, rows)) * max_tokens
+    share = view.policy.high_share - _share(view, rows)
+    num: FloatArray = share * view.num_expected[rows]
     return num
 
 
@@ -199,19 +198,19 @@ def _round_trip_tokens(view: View, engine_s: FloatArray) -> FloatArray:
 
 def _far_ahead(view: View, able: Victims) -> dict[int, tuple[float, float, float]]:
     """Running streams that may yield at or above the high share, in the order of yielding: row ->
-    (seconds to spare, share, output limit). Infinitely far without a reader."""
+    (seconds to spare, share, expected output). Infinitely far without a reader."""
     rows, spare_s, share = _running(view, able)
     ahead = share >= view.policy.high_share
     rows = rows[ahead]
-    max_tokens = view.snapshot.sessions.max_tokens[rows].astype(np.float64)
-    columns = (spare_s[ahead], share[ahead], max_tokens)
+    num_expected = view.num_expected[rows].astype(np.float64)
+    columns = (spare_s[ahead], share[ahead], num_expected)
     values = zip(*(column.tolist() for column in columns), strict=True)
     return dict(zip(rows.tolist(), values, strict=True))
 
 
 def _worth(view: View, share: float, num_more: float) -> float:
     """Mean worth of tokens, per token, for a reader whose store grows from `share` by `num_more`,
-    both of its output limit."""
+    both of its expected output."""
     policy = view.policy
     span = policy.worthless_share - policy.high_share
     return min(1.0, max(0.0, (policy.worthless_share - (share + 0.5 * num_more)) / span))

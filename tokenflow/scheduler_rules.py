@@ -172,7 +172,7 @@ def is_low(view: View, rows: IntArray) -> BoolArray:
     long, the less so the less readers take of what the engine makes. Never without a reader, whose
     slack is infinite."""
     s, policy = view.snapshot.sessions, view.policy
-    result: BoolArray = view.unread[rows] < policy.low_share * s.max_tokens[rows]
+    result: BoolArray = view.unread[rows] < policy.low_share * view.num_expected[rows]
     result &= s.slack_s[rows] < policy.low_slack_s * min(1.0, view.load)
     return result
 
@@ -187,7 +187,10 @@ def excess_order(view: View, rows: IntArray) -> IntArray:
 
 def _excess_places(view: View, rows: IntArray) -> IntArray:
     """Positions in `rows` of who comes first in the order of excess."""
-    num_generated, left = view.snapshot.sessions.num_generated[rows], view.num_to_come[rows]
+    num_generated, left = (
+        view.snapshot.sessions.num_generated[rows],
+        view.num_expected_to_come[rows],
+    )
     num_together = len(view.running) + len(view.starting)
     num_alone = view.policy.tail_share * view.num_left
     if not len(rows) or view.more_come or highest(left) * num_together < num_alone:
@@ -202,7 +205,7 @@ def _yielding_order(view: View, rows: IntArray) -> IntArray:
     then those well ahead, last in the order of excess first; then the others, with most slack
     first (lowest P)."""
     s, policy = view.snapshot.sessions, view.policy
-    ahead = view.unread[rows] >= policy.high_share * s.max_tokens[rows]
+    ahead = view.unread[rows] >= policy.high_share * view.num_expected[rows]
     order = _excess_places(view, rows)[::-1]
     if np.count_nonzero(ahead) < len(rows):
         behind = (~ahead).nonzero()[0]

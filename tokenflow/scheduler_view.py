@@ -44,7 +44,8 @@ class View:
 
     waiting and paused leave out what is larger than the whole pool, and what its client holds.
     num_in_state: how many rows are in each SessionState. num_tokens [n]: prompt and generated.
-    num_to_come [n]: tokens that may still be generated.
+    num_to_come [n]: tokens that may still be generated. num_expected [n], num_expected_to_come [n]:
+    tokens of the whole answers, and of what is left, as far as can be known.
     in_engine: those that run or start. step_s: seconds of a step of the present batch.
     free_blocks: after the growth of those that stay, until a pause decided now takes effect.
     reserve: further growth that placing anybody must leave room for. Both growths are 0 in
@@ -207,9 +208,24 @@ class View:
         return s.num_blocks_needed if self._is_reserved else s.num_blocks_held + self._growth[_FAR]
 
     @lazy
+    def num_expected(self) -> IntArray:
+        """See View."""
+        s, lengths = self.snapshot.sessions, self.snapshot.lengths
+        if lengths is None:
+            return s.max_tokens
+        return lengths.expected(s.num_generated, s.max_tokens)
+
+    @lazy
+    def num_expected_to_come(self) -> IntArray:
+        """See View."""
+        if self.snapshot.lengths is None:
+            return self.num_to_come
+        return self.num_expected - self.snapshot.sessions.num_generated
+
+    @lazy
     def num_left(self) -> int:
-        """Tokens that everybody together has still to generate."""
-        return int(np.add.reduce(self.num_to_come))
+        """Tokens that everybody together is expected to generate yet."""
+        return int(np.add.reduce(self.num_expected_to_come))
 
     @lazy
     def more_come(self) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 from tokenflow.arrivals import ArrivalAverages
 from tokenflow.config import ServingConfig
 from tokenflow.costs import CostModel
+from tokenflow.output_lengths import OutputLengths
 from tokenflow.session import Session
 from tokenflow.session_table import SessionTable
 from tokenflow.types import KvView, Snapshot
@@ -18,13 +19,14 @@ from tokenflow.whereabouts import KvWhereabouts
 
 
 class Snapshots:
-    """Makes snapshots of one server."""
+    """Makes snapshots of one server. lengths: of the answers that have ended."""
 
     def __init__(
         self,
         table: SessionTable,
         whereabouts: KvWhereabouts,
         costs: CostModel,
+        lengths: OutputLengths,
         config: ServingConfig,
         num_total_blocks: int,
     ) -> None:
@@ -32,6 +34,7 @@ class Snapshots:
         self._table = table
         self._whereabouts = whereabouts
         self._costs = costs
+        self._lengths = lengths if config.learn_output_lengths else None
         self._capacity_policy = engine.scheduler_config.capacity_scheduler_policy
         self._tokens_per_block = engine.tokens_per_block
         self._max_batch_size = engine.max_batch_size
@@ -47,6 +50,7 @@ class Snapshots:
         """The situation at `now`. has_tiering: the engine moves KV when it is told to."""
         self._whereabouts.refresh()
         sessions = self._table.columns(now)
+        lengths = self._lengths
         num_blocks_held = int(np.add.reduce(sessions.num_blocks_held))
         return Snapshot(
             now=now,
@@ -62,4 +66,5 @@ class Snapshots:
             ),
             costs=self._costs.estimate(self._plan_interval_s),
             arrivals=self._arrivals.estimate(now),
+            lengths=None if lengths is None else lengths.estimate(sessions.num_generated),
         )

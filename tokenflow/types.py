@@ -248,14 +248,44 @@ class ArrivalEstimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LengthEstimate:
+    """The share of answers that are longer than any length (output_lengths.py).
+
+    lengths [m]: tokens, rising from 0, at which answers ended. survival [m]: share that is longer
+    than each, > 0; between two the share of the lower one. means [m]: mean of min(answer, length).
+    """
+
+    lengths: FloatArray
+    survival: FloatArray
+    means: FloatArray
+
+    def expected(self, num_generated: IntArray, max_tokens: IntArray) -> IntArray:
+        """Tokens of whole answers [n] that have `num_generated` so far and may have `max_tokens`:
+        the mean of those that are longer than what they have."""
+        survival, mean = self._at(num_generated)
+        _, most = self._at(max_tokens)
+        expected = np.ceil(num_generated + (most - mean) / survival).astype(np.int64)
+        result: IntArray = np.minimum(np.maximum(expected, num_generated + 1), max_tokens)
+        return result
+
+    def _at(self, num_tokens: IntArray) -> tuple[FloatArray, FloatArray]:
+        """Survival and mean at any lengths."""
+        places = self.lengths.searchsorted(num_tokens, side="right") - 1
+        survival = self.survival[places]
+        return survival, self.means[places] + survival * (num_tokens - self.lengths[places])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Everything `plan` may look at."""
+    """Everything `plan` may look at. lengths: what is known of how long answers are; None: nothing,
+    they are taken to be as long as they may be."""
 
     now: float
     sessions: SessionColumns
     kv: KvView
     costs: CostEstimate
     arrivals: ArrivalEstimate = ArrivalEstimate()
+    lengths: LengthEstimate | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,7 +66,7 @@ def _fcfs(snapshot: Snapshot) -> Decision:
 
 
 def _prefills(requests: Sequence[SimRequest]) -> list[SimRequest]:
-    return [dataclasses.replace(request, max_tokens=1) for request in requests]
+    return [dataclasses.replace(r, max_tokens=1, limit_tokens=None) for r in requests]
 
 
 def _prefill_engine(engine: SimEngine) -> SimEngine:
@@ -82,10 +82,12 @@ def _decode(request: SimRequest, arrival_time: float) -> SimRequest | None:
         cancel_after_s -= arrival_time - request.arrival_time
         if cancel_after_s <= 0:
             return None
+    limit_tokens = request.limit_tokens
     return dataclasses.replace(
         request,
         arrival_time=arrival_time,
         num_prompt_tokens=request.num_prompt_tokens + 1,
+        limit_tokens=None if limit_tokens is None else limit_tokens - 1,
         max_tokens=request.max_tokens - 1,
         cancel_after_s=cancel_after_s,
     )

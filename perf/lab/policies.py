@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from perf.lab import disaggregated
-from perf.lab.warm_up import learned_costs
+from perf.lab.warm_up import learned_costs, learned_lengths
 from perf.virtual.simulation import Simulation
 from perf.virtual.values import SimEngine, SimRequest, SimResult, SimStep
 from tokenflow.baselines import guide
@@ -79,17 +79,27 @@ class PolicyRow:
         base: SimEngine,
         *,
         until: float = 600.0,
+        answered: Sequence[SimRequest] = (),
         tracer: Tracer | None = None,
         observe: Callable[[SimStep], None] | None = None,
     ) -> SimResult:
-        """Run `requests` to their ends on `base` with the settings of this row. tracer, observe:
-        see Simulation; two machines have neither."""
+        """Run `requests` to their ends on `base` with the settings of this row. answered: others
+        that a warm server has answered before. tracer, observe: see Simulation; two machines have
+        neither."""
         engine = self.engine(base)
         if self.num_machines > 1:
             return disaggregated.run(requests, engine, until=until)
-        costs = learned_costs(engine) if engine.is_warm else None
+        costs, lengths = None, None
+        if engine.is_warm:
+            costs, lengths = learned_costs(engine), learned_lengths(answered)
         return Simulation(
-            requests, self.make_planner(), engine, tracer=tracer, observe=observe, costs=costs
+            requests,
+            self.make_planner(),
+            engine,
+            tracer=tracer,
+            observe=observe,
+            costs=costs,
+            lengths=lengths,
         ).run(until)
 
 

@@ -73,11 +73,13 @@ OWN: dict[str, Setup] = {
             "late-burst",
             Together((_crowd(24, 512, 2048, _FAST), _crowd(120, 256, 192, _FAST, delay_s=30.0))),
         ),
+        setups.with_rate(setups.find("open-ended"), 20.0),
         setups.with_host(_on_4090("steady", _steady(60, 1.0, 512, 2048, _READERS)), 0),
     )
 }
 """Set-ups that show what one rule is for: urgent requests in a crowd; requests without a reader in
-a crowd; a burst that finds everybody far ahead; requests that keep coming, without a host tier."""
+a crowd; a burst that finds everybody far ahead; fast readers of answers that are shorter than they
+may be; requests that keep coming, without a host tier."""
 
 DEFAULT_SETUPS = (
     "4090-a",

@@ -190,6 +190,11 @@ VARIANTS: tuple[Variant, ...] = (
         own="steady",
     ),
     *_variants(
+        "answers are expected to be as long as others were",
+        ("limits-for-lengths", "as their limits allow", {"learn_output_lengths": False}),
+        own="open-ended",
+    ),
+    *_variants(
         "readers with little unread get free room first",
         ("nobody-low", "nobody counts as low", {"low_share": 0.0}),
     ),

@@ -43,7 +43,16 @@ _LOOK_S = 1.0
 """Between two looks of a worker for its parent."""
 _GB = 1e9
 
-ENGINE_PARAMETERS = ("plan_interval_s", "lease_tokens", "max_num_tokens", "max_batch_size")
+_SEEDS_APART = 1_000_003
+"""From the seed of what is asked to that of what was answered before."""
+
+ENGINE_PARAMETERS = (
+    "plan_interval_s",
+    "lease_tokens",
+    "max_num_tokens",
+    "max_batch_size",
+    "learn_output_lengths",
+)
 """Fields of SimEngine that a cell may change."""
 
 ROW_PARAMETERS = ("capacity_policy", "has_retention")
@@ -131,7 +140,9 @@ def run_cell(cell: Cell) -> Run:
     try:
         with without_warnings():
             until = _UNTIL_S + max(request.arrival_time for request in requests)
-            result = counted.run(requests, base, until=until, tracer=timeline)
+            result = counted.run(
+                requests, base, until=until, answered=_answered(cell), tracer=timeline
+            )
     except RuntimeError as error:
         raise RuntimeError(f"{cell.name}: {error}") from error
     effort = Effort(
@@ -151,6 +162,11 @@ def run_cell(cell: Cell) -> Run:
     if cell.with_series and timeline is not None:
         drawn = series(result.streams(), timeline)
     return Run(cell=cell, record={**labels(cell), **measured}, series=drawn)
+
+
+def _answered(cell: Cell) -> list[SimRequest]:
+    """What the server has answered before: as much as is asked now, of the same kind."""
+    return [] if cell.work is not None else setups.requests(cell.setup, cell.seed + _SEEDS_APART)
 
 
 def labels(cell: Cell) -> Record:

@@ -110,6 +110,11 @@ def _poisson(rate: float, num: int, prompt: int, answer: int) -> Singles:
     return dataclasses.replace(_burst(num, prompt, answer), arrivals=Poisson(rate))
 
 
+def _open_ended(num: int, prompt: int, answer: int, *, limit: int) -> Singles:
+    answers = Normal(mean=answer, std_share=0.5)
+    return dataclasses.replace(_burst(num, prompt, answer), answers=answers, limit_tokens=limit)
+
+
 _TABLE_1 = (
     _on_h200("h200-a", _burst(400, 512, 4096)),
     _on_h200("h200-b", _burst(200, 1024, 4096)),
@@ -122,6 +127,9 @@ _TABLE_1 = (
 )
 
 _OTHERS = (
+    # Limits far above what is answered, as clients name them.
+    _on_4090("open-ended", _open_ended(80, 1024, 512, limit=2048)),
+    _on_h200("h200-open-ended", _open_ended(400, 512, 1024, limit=4096)),
     # Half the answers of h200-a, as if they were not doubled on this GPU.
     _on_h200("h200-burst-400", _burst(400, 512, 2048)),
     _on_4090(

@@ -16,6 +16,7 @@ any order, the first four required:
 | cancel_after_s | s after the arrival; empty: stays | stays |
 | conversation | a number; empty: none | none |
 | num_history_tokens | leading tokens that earlier turns said | 0 |
+| limit_tokens | the request's own limit, where the answer ends before it; empty: none | none |
 
 Invariants: what is written reads back as it was, to the last bit; a file that is not of its layout
 is refused with one error that names line and column, never read in part.
@@ -200,4 +201,5 @@ _PARSERS: dict[str, Callable[[str], object]] = {
     "cancel_after_s": lambda text: number(text) if text else None,
     "conversation": lambda text: whole(text) if text else None,
     "num_history_tokens": whole,
+    "limit_tokens": lambda text: whole(text, 1) if text else None,
 }

@@ -1,4 +1,4 @@
-"""What a server knows that has run before: the costs of its engine.
+"""What a server knows that has run before: the costs of its engine, and how long answers are.
 
 A benchmark starts on a server that has answered something, and so do users: what a step, a copy and
 a pause take has been learned (tokenflow.costs). Owns the requests from which it is learned here:
@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Sequence
 
 from perf.virtual.simulation import Simulation
 from perf.virtual.values import SimEngine, SimRequest
 from tokenflow.costs import CostModel
+from tokenflow.output_lengths import OutputLengths
 from tokenflow.policies import TokenflowPolicy
 from tokenflow.scheduler import plan
 
@@ -46,6 +48,14 @@ def _learned(engine: SimEngine) -> CostModel:
     simulation = Simulation(_requests(engine), lambda s: plan(s, policy), engine)
     simulation.run(until=86_400)
     return simulation.costs
+
+
+def learned_lengths(answered: Sequence[SimRequest]) -> OutputLengths:
+    """What was learned from answers to these requests, whatever the policy."""
+    lengths = OutputLengths()
+    for request in answered:
+        lengths.observe(request.max_tokens, stopped=request.ends_by_itself)
+    return lengths
 
 
 def _requests(engine: SimEngine) -> list[SimRequest]:

@@ -42,13 +42,18 @@ class Workload(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Singles:
-    """`num_requests` that have nothing to do with each other."""
+    """`num_requests` that have nothing to do with each other.
+
+    limit_tokens: what all of them name as their limit, and no answer is longer; None: each names
+    the length of its answer.
+    """
 
     num_requests: int
     arrivals: Arrivals
     prompts: Lengths
     answers: Lengths
     mix: Mix
+    limit_tokens: int | None = None
 
     def with_mix(self, mix: Mix) -> Singles:
         """See Workload."""
@@ -56,6 +61,15 @@ class Singles:
 
     def requests(self, seed: int) -> list[SimRequest]:
         """See Workload."""
+        limit = self.limit_tokens
+        if limit is None:
+            return self._answered(seed)
+        return [
+            dataclasses.replace(r, max_tokens=min(r.max_tokens, limit), limit_tokens=limit)
+            for r in self._answered(seed)
+        ]
+
+    def _answered(self, seed: int) -> list[SimRequest]:
         num = self.num_requests
         instants, prompts, answers, people = streams(seed, 4)
         return asked(

@@ -30,7 +30,8 @@ from tokenflow.costs import CostModel
 from tokenflow.executor.api import ExecutorConfig, Request, SamplingConfig
 from tokenflow.inflight.decode_run import DecodedStep, DecodeRuns
 from tokenflow.inflight.stepped import SteppedExecutor
-from tokenflow.inflight.virtual_runner import VirtualRunner
+from tokenflow.inflight.virtual_runner import END_ID, VirtualRunner
+from tokenflow.output_lengths import OutputLengths
 from tokenflow.trace import Tracer
 from tokenflow.types import GenerateRequest, SessionState, TokenEvent
 
@@ -40,7 +41,8 @@ class Simulation:
 
     observe: called with each step of the engine as it begins.
     together: make steps together in which nothing can change; the result is the same.
-    costs: what the planner knows of the engine's costs at the beginning; None: nothing.
+    costs, lengths: what the planner knows at the beginning of the engine's costs, and of how long
+    answers are; None: nothing.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Simulation:
         observe: Callable[[SimStep], None] | None = None,
         together: bool = True,
         costs: CostModel | None = None,
+        lengths: OutputLengths | None = None,
     ) -> None:
         self._engine = engine or SimEngine()
         config = self._engine.config()
@@ -63,7 +66,9 @@ class Simulation:
             config.executor_config(), overlap_copies=self._engine.overlap_copies
         )
         self._executor = _AnyKindExecutor(self._runner, executor_config, together)
-        self._coordinator = Coordinator(self._executor, config, planner, self._take, tracer, costs)
+        self._coordinator = Coordinator(
+            self._executor, config, planner, self._take, tracer, costs, lengths
+        )
         self._decoded = DecodedTokens(self._coordinator, self._take_each)
         self._observe = observe
         self._in_step = False
@@ -132,12 +137,18 @@ class Simulation:
     def _expect(self, request: SimRequest) -> None:
         coordinator = self._coordinator
         handle = coordinator.new_handle()
+        max_tokens, end_id = request.max_tokens, None
+        if request.ends_by_itself:
+            assert request.limit_tokens is not None
+            self._executor.end_lengths[handle] = request.num_prompt_tokens + max_tokens
+            max_tokens, end_id = request.limit_tokens, END_ID
         self._seqs[handle] = SimSeq(request)
         self.result.seqs.append(self._seqs[handle])
         generate = GenerateRequest(
             request_id=str(handle),
             input_token_ids=self._prompts.token_ids(handle, request),
-            max_tokens=request.max_tokens,
+            max_tokens=max_tokens,
+            end_id=end_id,
             arrival_time=request.arrival_time,
             read_rate=request.read_rate,
             has_reader=request.read_rate is not None,
@@ -229,12 +240,15 @@ class _AnyKindExecutor(SteppedExecutor):
     """Also runs what the embedded engine refuses, like any other request: only the coordinator's
     side of such a kind is of interest here.
 
-    handles: the coordinator's handle of each engine id. together: see Simulation.
+    handles: the coordinator's handle of each engine id. end_lengths: prompt and answer, in tokens,
+    of those whose answer ends by itself, by handle. together: see Simulation.
     """
 
     def __init__(self, runner: VirtualRunner, config: ExecutorConfig, together: bool) -> None:
         super().__init__(runner, config)
         self.handles: dict[int, int] = {}
+        self.end_lengths: dict[int, int] = {}
+        self._runner = runner
         self._runs = DecodeRuns(self.batcher, runner) if together else None
         self._decoded: DecodedStep | None = None
 
@@ -263,4 +277,7 @@ class _AnyKindExecutor(SteppedExecutor):
         for executor_id, request in zip(ids, requests, strict=True):
             assert request.client_id is not None
             self.handles[executor_id] = request.client_id
+            end_length = self.end_lengths.get(request.client_id)
+            if end_length is not None:
+                self._runner.end_after(executor_id, end_length - len(request.input_token_ids))
         return ids

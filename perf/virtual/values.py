@@ -35,6 +35,8 @@ class SimRequest:
         tokens of the prompt that are the prompt and the whole answer of its previous turn (which
         begin with those of the turns before); instead of num_shared_tokens. No others are shared.
     cancel_after_s: its client leaves so long after the arrival, if it has not ended by then.
+    max_tokens: of the answer. limit_tokens: what the request names as its limit, if it is more: the
+        answer ends by itself, and nobody knows where.
     """
 
     arrival_time: float
@@ -48,6 +50,12 @@ class SimRequest:
     cancel_after_s: float | None = None
     conversation: int | None = None
     num_history_tokens: int = 0
+    limit_tokens: int | None = None
+
+    @property
+    def ends_by_itself(self) -> bool:
+        """True if its limit allows more than the answer has."""
+        return self.limit_tokens is not None and self.limit_tokens > self.max_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +70,12 @@ class SimEngine:
     num_host_blocks: size of the host tier; 0 = none. kv_tiering: it is told what to do ahead of
         need, else TensorRT-LLM's rules hold. block_bytes, copy_bytes_per_s: KV of one block, and
         how fast it is copied, in each direction. copy_duplex_share: see CopyCosts.duplex_share.
-    is_warm: the server has run before: what the engine costs is known when the first request of the
-        run arrives (the laboratory's policies are run so).
+    is_warm: the server has run before: what the engine costs, and how long answers are, is known
+        when the first request of the run arrives (the laboratory's policies are run so).
     has_kv_events: the runtime mirrors the cache, else it estimates.
     overlap_copies: copies ahead of need run beside the steps, else steps wait for them.
     has_retention: requests say what their blocks are worth; those of a stock deployment do not.
-    plan_interval_s: see ServingConfig.
+    plan_interval_s, learn_output_lengths: see ServingConfig.
     """
 
     max_batch_size: int = 8
@@ -95,6 +103,7 @@ class SimEngine:
     overlap_copies: bool = True
     has_retention: bool = True
     plan_interval_s: float = ServingConfig.plan_interval_s
+    learn_output_lengths: bool = ServingConfig.learn_output_lengths
     step_cost: StepCost | None = None
 
     @property
@@ -136,6 +145,7 @@ class SimEngine:
             max_queue_size=self.max_queue_size,
             max_queue_delay_s=86_400,
             plan_interval_s=self.plan_interval_s,
+            learn_output_lengths=self.learn_output_lengths,
         )
 
     def step_s(self, chunks: Sequence[SequenceChunk], step: int) -> float:

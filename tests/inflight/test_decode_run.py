@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.inflight.helpers import GUARANTEED, MAX_UTILIZATION, executor_config, request
-from tokenflow.executor.api import IterationStats, OutputConfig, Response
+from tokenflow.executor.api import FinishReason, IterationStats, OutputConfig, Response
 from tokenflow.executor.kv_api import KVCacheEvent, KVCacheStoredData
 from tokenflow.inflight.batcher import InflightBatcher
 from tokenflow.inflight.decode_run import DecodeRuns
 from tokenflow.inflight.tiering import EngineTiering
-from tokenflow.inflight.virtual_runner import VirtualRunner
+from tokenflow.inflight.virtual_runner import END_ID, TOKEN_ID, VirtualRunner
 from tokenflow.inflight.virtual_transport import CopyCosts
 
 COPY_COSTS = CopyCosts(
@@ -104,8 +104,11 @@ class Asking:
             1 + (7 * number) % 40,
             output_config=PLAIN,
             priority=0.9 if number % 5 == 0 else 0.5,
+            end_id=END_ID if number % 4 == 0 else None,
         )
         self._engine.batcher.enqueue(len(self._prompts), asked_for)
+        if number % 4 == 0:
+            self._engine.runner.end_after(len(self._prompts), (5 * number) % 24)
 
     def cancel(self, number: int) -> None:
         self._engine.batcher.cancel(1 + number % max(1, len(self._prompts)))
@@ -178,10 +181,40 @@ def told_blocks(event: KVCacheEvent) -> list[object]:
 
 def test_a_quiet_batch_is_one_run():
     config = executor_config(num_blocks=60, event_buffer_max_size=1 << 16)
-    script = [(("ask", 3), ("ask", 4)), *([()] * 20)]
+    script = [(("ask", 3), ("ask", 5)), *([()] * 20)]
     expected, got = (run(script, config, has_runs=has_runs) for has_runs in (False, True))
     assert got.said == expected.said
     assert got.num_together > 0.8 * len(got.said) / 2
+
+
+def test_a_run_is_over_before_an_answer_ends_by_itself():
+    """Of two that run together, one has as many tokens as it may have; the other's end token comes
+    before, and is no part of the answer."""
+    config = executor_config(num_blocks=60, event_buffer_max_size=1 << 16)
+    expected, got = (
+        run([(("ask", 50),), (("ask", 44),)], config, has_runs=r) for r in (False, True)
+    )
+    assert got.said == expected.said
+    assert got.num_together > 10
+    finals = [r.result for s in got.said for r in s.responses if r.result.is_final]
+    reasons = [result.finish_reasons[0] for result in finals]
+    assert reasons == [FinishReason.END_ID, FinishReason.LENGTH]
+    # Number 44: (5 * 44) % 24 tokens of the 1 + (7 * 44) % 40 that it may have.
+    tokens = [r.result.output_token_ids[0] for s in got.said for r in s.responses]
+    assert sum(map(len, tokens)) == (1 + (7 * 50) % 40) + (5 * 44) % 24
+    assert {token for some in tokens for token in some} == {TOKEN_ID}
+
+
+def test_a_run_does_not_begin_when_the_first_in_line_has_left():
+    """The second one's reservation does not fit beside the first one's, and the third, which would,
+    stands behind it until it is cancelled."""
+    config = executor_config(policy=GUARANTEED, num_blocks=14, event_buffer_max_size=1 << 16)
+    script = [(("ask", 45), ("ask", 45)), (("ask", 40),), (("cancel", 22),)]
+    expected, got = (run(script, config, has_runs=has_runs) for has_runs in (False, True))
+    assert got.said == expected.said
+    third = [i for i, s in enumerate(got.said) for r in s.responses if r.request_id == 3]
+    assert third == [7], "at the end of the step after"
+    assert got.num_together > 20
 
 
 def test_a_run_is_over_before_somebody_is_paused():

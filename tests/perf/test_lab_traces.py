@@ -32,6 +32,7 @@ def singles(draw: st.DrawFn) -> SimRequest:
         kind=draw(st.text(min_size=1, max_size=8).filter(lambda t: "\x00" not in t)),
         num_shared_tokens=draw(st.integers(0, num_prompt)),
         cancel_after_s=draw(st.none() | seconds),
+        limit_tokens=draw(st.none() | st.integers(1, 1 << 20)),
     )
 
 

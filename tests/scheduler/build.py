@@ -12,6 +12,7 @@ from tokenflow.types import (
     ArrivalEstimate,
     CostEstimate,
     KvView,
+    LengthEstimate,
     SessionColumns,
     SessionState,
     Snapshot,
@@ -76,6 +77,7 @@ def snapshot(
     num_host_blocks: int = 0,
     has_tiering: bool = False,
     arrivals: ArrivalEstimate | None = None,
+    lengths: LengthEstimate | None = None,
 ) -> Snapshot:
     """The snapshot of `rows`, in order of arrival; slot i + 10 for row i."""
     defaults: dict[str, Any] = {
@@ -124,4 +126,5 @@ def snapshot(
         ),
         costs=costs,
         arrivals=arrivals or ArrivalEstimate(),
+        lengths=lengths,
     )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.scheduler.build import NOW, paused, running
 from tests.scheduler.decisions import decide
+from tokenflow.types import LengthEstimate
 
 INF = float("inf")
 
@@ -80,3 +82,19 @@ def test_excess_is_not_shared_out_where_pauses_lose_kv() -> None:
     rows = leaders(num_blocks_needed=5, num_blocks_final=5)
     assert decide(rows, max_batch_size=1, num_total_blocks=8).resume == (11,)
     assert not decide(rows, max_batch_size=1, num_total_blocks=7)
+
+
+SHORT = LengthEstimate(
+    lengths=np.array([0.0, 120.0]), survival=np.array([1.0, 0.01]), means=np.array([0.0, 120.0])
+)
+"""Nearly all answers have 120 tokens."""
+
+
+def test_shares_are_of_the_answer_that_is_expected() -> None:
+    """24 unread tokens of the one that runs are 2 % of what it may have and 20 % of what it will; 6
+    of the paused one are little by either."""
+    rows = [running(6.0, max_tokens=1200), paused(1.5, max_tokens=1200)]
+    assert not decide(rows, max_batch_size=1)
+    decision = decide(rows, max_batch_size=1, lengths=SHORT)
+    assert (decision.pause, decision.resume) == ((10,), (11,))
+    assert decision.why == {10: "for balance", 11: "balance"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from perf.virtual.values import SimEngine, SimRequest
@@ -14,6 +15,7 @@ from tokenflow.metrics import CLIENT_VISIBLE_STALL_S
 from tokenflow.policies import TokenflowPolicy
 from tokenflow.scheduler_load import Load
 from tokenflow.scheduler_view import view_of
+from tokenflow.types import LengthEstimate
 
 
 def stream(read_rate: float, max_tokens: int, num_generated: int = 0) -> dict[str, Any]:
@@ -44,6 +46,23 @@ def test_short_answers_count_beside_many_that_are_read_for_long(num_slow: int) -
     short = [waiting(**stream(10.0, 50)) for _ in range(200)]
     slow = [waiting(**stream(1.0, 1000)) for _ in range(num_slow)]
     assert num_admitted([*short, *slow]) == num_admitted(short) == 53
+
+
+def test_answers_count_as_long_as_they_are_expected_to_be() -> None:
+    """All may have 2,000 tokens. Nearly all that were seen had 200."""
+    survival = np.array([1.0, 1e-9])
+    known = LengthEstimate(
+        lengths=np.array([0.0, 200.0]), survival=survival, means=np.array([0.0, 200.0])
+    )
+    long, short = [waiting(**stream(4.0, num)) for num in (2000, 200)]
+
+    def num(row: dict[str, Any], lengths: LengthEstimate | None) -> int:
+        sizes = {"max_batch_size": 64, "num_total_blocks": 400, "capacity_policy": MAX_UTIL}
+        snap = snapshot([row] * 200, costs=costs_of(1.5, 50), lengths=lengths, **sizes)
+        view = view_of(snap, TokenflowPolicy())
+        return Load(view).num_admitted(view.waiting)
+
+    assert num(long, known) == num(short, None) > 1.5 * num(long, None)
 
 
 @pytest.mark.parametrize("num_host_blocks", [400, 1200, 2000])

@@ -16,6 +16,7 @@ from tests.scheduler.outcomes import MAX_UTIL, throughput_ratio, ttft, worst_sta
 from tokenflow.metrics import stalls, ttft_s
 from tokenflow.policies import FcfsReservePolicy, Policy, TokenflowPolicy
 from tokenflow.scheduler import plan
+from tokenflow.types import EndReason
 
 DEFAULT = SimEngine()
 
@@ -56,6 +57,19 @@ def test_events_inside_a_step_have_their_own_instants_and_act_at_its_end() -> No
         first, second = (q.token_times for q in result.seqs)
         np.testing.assert_allclose(first, [0.11, 0.21, 0.31, 0.41], atol=1e-6)
         np.testing.assert_allclose(second, [0.21, 0.31, 0.41, 0.51], atol=1e-6)
+
+
+def test_answers_that_end_before_their_limits() -> None:
+    """The burst of the demo, but every request names four times as much as its answer has."""
+    usual = demo(seed=1)
+    requests = [dataclasses.replace(r, limit_tokens=4 * r.max_tokens) for r in usual]
+    pool = dataclasses.replace(DEFAULT, capacity_policy=MAX_UTIL)
+    result = run(requests, pool)
+    assert {q.end for q in result.seqs} == {EndReason.STOP}
+    assert result.num_pauses > 10
+    assert ttft(result, 100) <= 1.0
+    assert worst_stall_s(result) == 0.0
+    assert {q.end for q in run(usual, pool).seqs} == {EndReason.LENGTH}
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -51,6 +51,7 @@ def everything(
         said.append({name: column.tobytes() for name, column in columns.items()})
         decision = plan(snapshot, policy)
         said.append((snapshot.now, snapshot.kv, snapshot.costs, snapshot.arrivals, decision))
+        said.append(repr(snapshot.lengths))
         return decision
 
     tracer = ListTracer()
@@ -88,6 +89,7 @@ REQUESTS = st.lists(
         pausable=st.sampled_from([True, True, True, False]),
         num_shared_tokens=st.sampled_from([0, 0, 6]),
         cancel_after_s=st.sampled_from([None, None, None, 0.4, 1.3]),
+        limit_tokens=st.sampled_from([None, None, 5, 65]),
     ),
     min_size=1,
     max_size=9,

@@ -107,8 +107,8 @@ class DecodeRuns:
 
 
 def _is_predictable(sequence: SequenceState) -> bool:
-    """True if all that the next tokens may do is to reach their number, and each is sent at once
-    without more than itself."""
+    """True if all that the next tokens may do is to reach a number that is known, and each is sent
+    at once without more than itself."""
     request = sequence.request
     return (
         request.streaming
@@ -136,7 +136,7 @@ class _Run:
         self._lengths = [len(s.token_ids) for s in sequences]
         self._num_tokens = sum(self._lengths)
         self._num_written = [0] * len(sequences)
-        self._max_steps = min(s.max_tokens - s.num_generated for s in sequences) - 1
+        self._max_steps = min(map(self._num_tokens_to_come, sequences))
         size = self._kv.tokens_per_block
         self._borders: list[list[int]] = [[] for _ in range(size)]
         for i, length in enumerate(self._lengths):
@@ -145,6 +145,12 @@ class _Run:
         self._iteration: Iteration | None = None
         self._batch = DecodeBatch(sequences)
         self.num_steps = 0
+
+    def _num_tokens_to_come(self, sequence: SequenceState) -> float:
+        """How many of its tokens do not end it."""
+        num_generated = sequence.num_generated
+        until_end = self._runner.num_until_end(sequence.request_id, num_generated)
+        return min(sequence.max_tokens - num_generated - 1, until_end)
 
     def goes_on(self) -> bool:
         """True if one more step ends nobody and has the blocks that it needs."""

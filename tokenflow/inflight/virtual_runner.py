@@ -3,7 +3,8 @@
 The batcher, its capacity policies, the KV bookkeeping and the reuse tree above it are the real
 ones, so a simulation on this runner takes the decisions that a server takes. What it does not do:
 it has no weights and no KV memory, every token is 0 and every log-probability 0.0 (prompts that are
-not to share blocks must differ), it ignores sampling and stop conditions, and it checks no block's
+not to share blocks must differ) but for the end token where one is asked for, it ignores sampling
+and stop conditions, and it checks no block's
 content (`scripted_runner.ScriptedRunner` does). It never sleeps: whoever drives the steps advances
 the clock by `step_s` (`stepped.SteppedExecutor`).
 
@@ -18,6 +19,7 @@ is the instant of the last `reset` plus what its step has taken so far.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -46,7 +48,10 @@ class DecodeCosts(Protocol):
 
 
 TOKEN_ID, LOG_PROB = 0, 0.0
-"""What is sampled, always."""
+"""What is sampled."""
+
+END_ID = 1
+"""What is sampled where an answer ends by itself; see VirtualRunner.end_after."""
 
 
 class VirtualRunner:
@@ -79,6 +84,7 @@ class VirtualRunner:
         self.num_sampled = 0
         self.wait_s = 0.0
         self.scheduled_ids: tuple[int, ...] = ()
+        self._ends_after: dict[int, int] = {}
 
     @property
     def step_s(self) -> float:
@@ -122,19 +128,34 @@ class VirtualRunner:
         """Nothing is kept."""
 
     def remove_request(self, request_id: int) -> None:
-        """Nothing was kept."""
+        """Nothing was kept but where it ends."""
+        self._ends_after.pop(request_id, None)
+
+    def end_after(self, request_id: int, num_tokens: int) -> None:
+        """Once the request has generated so many tokens since its enqueue, the next is END_ID."""
+        self._ends_after[request_id] = num_tokens
+
+    def num_until_end(self, request_id: int, num_generated: int) -> float:
+        """Tokens that a request which has generated so many will have before its END_ID; infinite
+        if it does not end by itself."""
+        return self._ends_after.get(request_id, math.inf) - num_generated
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Nothing to copy; copies inside the device cost no time."""
 
     def forward(self, chunks: Sequence[SequenceChunk]) -> StepOutput:
-        """TOKEN_ID for each chunk that samples; the time of the step is in `step_s`."""
+        """TOKEN_ID, or END_ID, for each chunk that samples; the time of the step is in `step_s`."""
         self._compute_s = self._cost(chunks, self.num_steps)
         self.scheduled_ids = tuple(chunk.request_id for chunk in chunks)
         self.num_steps += 1
-        num_sampled = sum(chunk.samples for chunk in chunks)
-        self.num_sampled += num_sampled
-        return StepOutput([TOKEN_ID] * num_sampled, [LOG_PROB] * num_sampled)
+        token_ids = [self._token_id(chunk) for chunk in chunks if chunk.samples]
+        self.num_sampled += len(token_ids)
+        return StepOutput(token_ids, [LOG_PROB] * len(token_ids))
+
+    def _token_id(self, chunk: SequenceChunk) -> int:
+        return (
+            END_ID if self.num_until_end(chunk.request_id, chunk.num_generated) <= 0 else TOKEN_ID
+        )
 
     def decode(
         self,
@@ -142,7 +163,7 @@ class VirtualRunner:
         num_context_tokens: int,
         chunks: Callable[[], Sequence[SequenceChunk]],
     ) -> None:
-        """As `forward` for a step that samples one token of each request, behind its kept KV.
+        """As `forward` for a step that samples a TOKEN_ID of each request, behind its kept KV.
 
         num_context_tokens: KV tokens that they read, their own included. chunks: what `forward`
             would be given.
