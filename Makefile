@@ -21,8 +21,7 @@ JOBS ?= 1
 SEEDS ?= 1
 TIERED := tokenflow-tiering,fcfs-max-utilization-host,tokenflow-paper-tiering,tokenflow-guide-tiering
 SIMULATE := OMP_NUM_THREADS=1 $(BIN)/python -m perf.simulate --jobs $(JOBS)
-SWEEP := OMP_NUM_THREADS=1 $(BIN)/python -m perf.sweep --jobs $(JOBS) \
-  --setup 4090-b,4090-c --seeds 1-3
+SWEEP := OMP_NUM_THREADS=1 $(BIN)/python -m perf.sweep --jobs $(JOBS) --seeds 1-3 --setup
 
 # Test workers share the cores: one thread each, and waiting threads sleep instead of spinning.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
@@ -108,18 +107,23 @@ lab: $(READY)  ## every policy on the paper's set-ups, in virtual time; tables, 
 	done; done
 	$(SIMULATE) --setup h200-burst-400 --policies headline,$(TIERED) \
 	  --output $(RESULTS)/simulate_burst_400.json --figures $(RESULTS)
+	for rate in 6 20; do $(SIMULATE) --setup open-ended,h200-open-ended --rate $$rate \
+	  --policies fcfs-reserve,fcfs-max-utilization,sglang-like,tokenflow,tokenflow-tiering \
+	  --output $(RESULTS)/simulate_open_ended_$${rate}_tok.json > /dev/null || exit 1; \
+	done
 	$(SIMULATE) --setup 4090-b --policies ablation \
 	  --output $(RESULTS)/ablation.json --figures $(RESULTS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m perf.assumptions --jobs $(JOBS)
 	$(MAKE) sweep
 
 sweep: $(READY)  ## parameters of the scheduler over seeds, with intervals; about ten minutes with JOBS=2
-	$(SWEEP) --param conservativeness=1,2,5,20
-	$(SWEEP) --param plan_interval_s=0.02,0.1,0.5,1
-	$(SWEEP) --param min_quantum_s=0.25,0.5,2,4
-	$(SWEEP) --param load_limit=0.6,0.75,1
-	$(SWEEP) --param recompute_share=0,0.3,0.6
-	$(SWEEP) --setup 4090-a,h200-c --param tail_share=0.3,0.7,0.9
+	$(SWEEP) 4090-b,4090-c --param conservativeness=1,2,5,20
+	$(SWEEP) 4090-b,4090-c --param plan_interval_s=0.02,0.1,0.5,1
+	$(SWEEP) 4090-b,4090-c --param min_quantum_s=0.25,0.5,2,4
+	$(SWEEP) 4090-b,4090-c --param load_limit=0.6,0.75,1
+	$(SWEEP) 4090-b,4090-c --param recompute_share=0,0.3,0.6
+	$(SWEEP) 4090-a,h200-c --param tail_share=0.3,0.7,0.9
+	$(SWEEP) open-ended,h200-open-ended --rate 20 --param learn_output_lengths=false
 
 rules: $(READY)  ## what each rule of the scheduler is worth, SEEDS=1-3 for intervals; about half an hour
 	OMP_NUM_THREADS=1 $(BIN)/python -m perf.rules --jobs $(JOBS) --seeds $(SEEDS)

@@ -1,6 +1,6 @@
 """How far the laboratory's figures depend on its cost model: one assumption changed at a time.
 
-`python -m perf.assumptions --setup h200-burst-400`. Every policy is run under each assumption of
+`python -m perf.assumptions --setup h200-burst-400`. Each of `--policies` is run under every one of
 perf/lab/assumptions.py: a slower link, copies that take no time, more overhead in each step,
 decoding without arithmetic (as in models that count memory traffic alone), lengths all alike.
 Ratios are to `fcfs-reserve` under the same assumption, and so is the bound on raw throughput.

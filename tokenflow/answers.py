@@ -1,4 +1,4 @@
-"""What clients and traces are told about a session, and what is kept of it: totals, its length.
+"""What clients and traces are told about a session, and the totals of it.
 
 Owns the construction of `TokenEvent`s, the counters and the trace records of sessions. Invariant:
 an event with `end` set is emitted once per session; `Session.answered` says that it was.
@@ -82,7 +82,7 @@ class Counters:
 
 
 class Answers:
-    """Tells the sender and the trace what happened to sessions. lengths: learns from their ends."""
+    """Tells the sender and the trace what happened to sessions. lengths: hears how they ended."""
 
     def __init__(
         self, emit: Callable[[TokenEvent], None], tracer: Tracer, lengths: OutputLengths
@@ -91,7 +91,7 @@ class Answers:
         self._tracer = tracer
         self._ttft_s: deque[float] = deque(maxlen=_MAX_TTFT_SAMPLES)
         self.counters = Counters()
-        self.lengths = lengths
+        self._lengths = lengths
 
     def first_token(self, session: Session, now: float) -> None:
         """The request's first token ever is on its way."""
@@ -202,7 +202,7 @@ class Answers:
         session.answered = True
         self.counters.num_ok += 1
         num_tokens = len(session.output_token_ids)
-        self.lengths.observe(num_tokens, stopped=end is EndReason.STOP)
+        self._lengths.observe(num_tokens, stopped=end is EndReason.STOP)
         self.trace("finish", session, now, reason=end.value, num_tokens=num_tokens)
 
     def _end(
@@ -214,7 +214,7 @@ class Answers:
         retryable: bool = False,
     ) -> None:
         session.answered = True
-        self.lengths.observe(len(session.output_token_ids), stopped=False)
+        self._lengths.observe(len(session.output_token_ids), stopped=False)
         self.trace(_TRACE_NAMES[end], session, now, reason=error)
         self._emit(
             TokenEvent(

@@ -66,7 +66,8 @@ class Coordinator:
         self._config = config
         self._plan = planner
         self._tracer = tracer or NullTracer()
-        self._answers = Answers(emit, self._tracer, lengths or OutputLengths())
+        lengths = lengths or OutputLengths()
+        self._answers = Answers(emit, self._tracer, lengths)
         self._capacity_policy = engine.scheduler_config.capacity_scheduler_policy
         self._handles = itertools.count(1)
         self._last_plan_time = float("-inf")
@@ -82,7 +83,7 @@ class Coordinator:
             lease_tokens=config.lease_tokens,
         )
         self._deadlines = Deadlines(lambda handle: self.table.get(handle) is not None)
-        self._engine = EngineSide(executor, config, self.table, self._answers, self.costs)
+        self._engine = EngineSide(executor, config, self.table, self._answers, self.costs, lengths)
         self._commands, self._feedback = self._engine.commands, self._engine.feedback
         self._holds = Holds(
             self.table,

@@ -16,6 +16,7 @@ from tokenflow.costs import CostModel
 from tokenflow.executor.api import Executor
 from tokenflow.executor.kv_api import KvPools, KvTierStats
 from tokenflow.feedback import EngineFeedback
+from tokenflow.output_lengths import OutputLengths
 from tokenflow.recovery import Recovery
 from tokenflow.retention import PromptBeginnings
 from tokenflow.session import Session
@@ -39,6 +40,7 @@ class EngineSide:
         table: SessionTable,
         answers: Answers,
         costs: CostModel,
+        lengths: OutputLengths,
     ) -> None:
         engine = config.executor_config()
         pool = engine.kv_cache_config
@@ -67,7 +69,7 @@ class EngineSide:
             self.num_total_blocks,
         )
         self.snapshots = Snapshots(
-            table, self._whereabouts, costs, answers.lengths, config, self.num_total_blocks
+            table, self._whereabouts, costs, lengths, config, self.num_total_blocks
         )
         self._look_at_pools(executor)
 

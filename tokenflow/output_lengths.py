@@ -12,11 +12,12 @@ and never less than one token more than there is.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import numpy as np
 
-from tokenflow.types import IntArray, LengthEstimate
+from tokenflow.types import IntArray, LengthEstimate, SessionColumns, SessionState
 
 _WINDOW = 256
 """Answers that count, the last ones."""
@@ -26,37 +27,46 @@ _NUM_UNENDING = 4
 what is longer than all that were seen may be as long as it is allowed to be."""
 
 
+_FIT_INTERVAL_S = 1.0
+"""Between two fits. Answers that get longer than all others were are to be seen soon, or too many
+are taken in beside them."""
+
+
 class OutputLengths:
     """Learns from ended answers."""
 
     def __init__(self) -> None:
         self._ended: deque[tuple[int, bool]] = deque(maxlen=_WINDOW)
+        self._num_stopped = 0
         self._estimate: LengthEstimate | None = None
-        self._is_current = True
+        self._fit_time = -math.inf
 
     def observe(self, num_tokens: int, *, stopped: bool) -> None:
         """An answer of so many tokens is over; stopped: it ended by itself."""
-        if num_tokens:
-            self._ended.append((num_tokens, stopped))
-            self._is_current = False
+        if not num_tokens:
+            return
+        if len(self._ended) == _WINDOW:
+            self._num_stopped -= self._ended[0][1]
+        self._ended.append((num_tokens, stopped))
+        self._num_stopped += stopped
 
-    def estimate(self, num_generated: IntArray) -> LengthEstimate | None:
-        """What is known; None while no answer ended by itself. num_generated [n]: tokens of the
-        answers that are not over; looked at only where some have ended since the last call."""
-        if not self._is_current:
-            self._estimate = self._fitted(num_generated)
-            self._is_current = True
+    def estimate(self, sessions: SessionColumns, now: float) -> LengthEstimate | None:
+        """What is known; None while no answer ended by itself. sessions: those that are not over
+        count as far as they are, and those that only the engine has to let go do not."""
+        if not self._num_stopped:
+            return None
+        if self._estimate is None or now - self._fit_time >= _FIT_INTERVAL_S:
+            goes_on = sessions.state != SessionState.CANCELLING
+            self._estimate, self._fit_time = self._fitted(sessions.num_generated[goes_on]), now
         return self._estimate
 
-    def _fitted(self, num_generated: IntArray) -> LengthEstimate | None:
+    def _fitted(self, num_generated: IntArray) -> LengthEstimate:
         ended = np.array(self._ended, dtype=np.int64)
         stopped = ended[ended[:, 1] > 0, 0]
-        if not len(stopped):
-            return None
         lengths, num_ends = np.unique(stopped, return_counts=True)
         seen = np.sort(np.concatenate([ended[:, 0], num_generated[num_generated > 0]]))
-        num_longer = len(seen) - seen.searchsorted(lengths) + _NUM_UNENDING  # or as long
-        survival = np.concatenate([[1.0], np.cumprod(1.0 - num_ends / num_longer)])
+        num_at_risk = len(seen) - seen.searchsorted(lengths) + _NUM_UNENDING
+        survival = np.concatenate([[1.0], np.cumprod(1.0 - num_ends / num_at_risk)])
         points = np.concatenate([[0.0], lengths])
         means = np.concatenate([[0.0], np.cumsum(survival[:-1] * np.diff(points))])
-        return LengthEstimate(lengths=points, survival=survival, means=means)
+        return LengthEstimate(lengths=points, survival=survival, restricted_means=means)

@@ -228,7 +228,8 @@ def _earn_s(view: View, rows: IntArray) -> FloatArray:
     earned_s = missing_s / np.maximum(gain, 1e-9)
     if lowest(gain) <= 0:
         earned_s[(gain <= 0) & (missing_s > 0)] = np.inf
-    end_s: FloatArray = view.num_expected_to_come[rows] * view.step_s
+    # What others will need by a deadline must not hang on an answer that is expected to be over.
+    end_s: FloatArray = view.num_to_come[rows] * view.step_s
     result: FloatArray = np.where(s.pausable[rows], np.minimum(earned_s, end_s), end_s)
     return result
 

@@ -139,6 +139,7 @@ def _victims(view: View) -> tuple[IntArray, FloatArray, BoolArray, BoolArray]:
     costs, rows = view.snapshot.costs, view.running
     round_trip_s = _back_s(view, rows) + (costs.pause_s + costs.plan_interval_s)
     spare_s = s.slack_s[rows] - (policy.conservativeness * round_trip_s + policy.slack_margin_s)
+    # Of an answer that ends before its limit nobody knows that it is about to.
     left_s = view.num_to_come[rows] * view.step_s
     may = s.started[rows] & (spare_s >= 0) & (left_s > costs.pause_s + costs.resume_s)
     if not view.all_pausable:
@@ -187,10 +188,8 @@ def excess_order(view: View, rows: IntArray) -> IntArray:
 
 def _excess_places(view: View, rows: IntArray) -> IntArray:
     """Positions in `rows` of who comes first in the order of excess."""
-    num_generated, left = (
-        view.snapshot.sessions.num_generated[rows],
-        view.num_expected_to_come[rows],
-    )
+    num_generated = view.snapshot.sessions.num_generated[rows]
+    left = view.num_expected_to_come[rows]
     num_together = len(view.running) + len(view.starting)
     num_alone = view.policy.tail_share * view.num_left
     if not len(rows) or view.more_come or highest(left) * num_together < num_alone:

@@ -66,5 +66,5 @@ class Snapshots:
             ),
             costs=self._costs.estimate(self._plan_interval_s),
             arrivals=self._arrivals.estimate(now),
-            lengths=None if lengths is None else lengths.estimate(sessions.num_generated),
+            lengths=None if lengths is None else lengths.estimate(sessions, now),
         )

@@ -252,12 +252,13 @@ class LengthEstimate:
     """The share of answers that are longer than any length (output_lengths.py).
 
     lengths [m]: tokens, rising from 0, at which answers ended. survival [m]: share that is longer
-    than each, > 0; between two the share of the lower one. means [m]: mean of min(answer, length).
+    than each, > 0; between two the share of the lower one. restricted_means [m]: mean of the lesser
+    of answer and length, the integral of `survival` up to there.
     """
 
     lengths: FloatArray
     survival: FloatArray
-    means: FloatArray
+    restricted_means: FloatArray
 
     def expected(self, num_generated: IntArray, max_tokens: IntArray) -> IntArray:
         """Tokens of whole answers [n] that have `num_generated` so far and may have `max_tokens`:
@@ -272,7 +273,9 @@ class LengthEstimate:
         """Survival and mean at any lengths."""
         places = self.lengths.searchsorted(num_tokens, side="right") - 1
         survival = self.survival[places]
-        return survival, self.means[places] + survival * (num_tokens - self.lengths[places])
+        return survival, self.restricted_means[places] + survival * (
+            num_tokens - self.lengths[places]
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

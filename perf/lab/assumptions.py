@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from perf.lab import setups, summary, tables
-from perf.lab.gpus import GPUS
 from perf.lab.lengths import Fixed, Normal
 from perf.lab.measures import Record
 from perf.lab.setups import Setup
@@ -40,11 +39,11 @@ def _with_gpu(setup: Setup, **changes: float | bool) -> Setup:
 
 
 def _faster_link(setup: Setup, factor: float) -> Setup:
-    return _with_gpu(setup, pcie_bytes_per_s=factor * GPUS[setup.gpu].pcie_bytes_per_s)
+    return _with_gpu(setup, pcie_bytes_per_s=factor * setup.hardware.pcie_bytes_per_s)
 
 
 def _more_overhead(setup: Setup, factor: float) -> Setup:
-    return _with_gpu(setup, step_overhead_s=factor * GPUS[setup.gpu].step_overhead_s)
+    return _with_gpu(setup, step_overhead_s=factor * setup.hardware.step_overhead_s)
 
 
 def _free_decode(setup: Setup) -> Setup:

@@ -28,7 +28,7 @@ class Gpu:
     bandwidth_share: of memory_bytes_per_s, in a decode step (weights and paged KV).
     step_overhead_s: launch and host work of one step that nothing hides.
     decode_computes: False: decoding takes the time of what it reads and writes, and none for its
-        arithmetic. No GPU is like that, simple models are (assumptions.py).
+        arithmetic, nor do any logits. No GPU is like that, simple models are (assumptions.py).
     """
 
     name: str

@@ -84,8 +84,8 @@ class PolicyRow:
         observe: Callable[[SimStep], None] | None = None,
     ) -> SimResult:
         """Run `requests` to their ends on `base` with the settings of this row. answered: others
-        that a warm server has answered before. tracer, observe: see Simulation; two machines have
-        neither."""
+        that the server has answered before, if it is warm. tracer, observe: see Simulation. Two
+        machines have none of these."""
         engine = self.engine(base)
         if self.num_machines > 1:
             return disaggregated.run(requests, engine, until=until)

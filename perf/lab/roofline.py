@@ -95,7 +95,8 @@ class RooflineCosts:
         gemm_flops = gpu.tensor_flops * gpu.gemm_share * tp
         self._weights_s = model.read_weight_bytes / tp / bandwidth
         self._token_s = model.linear_flops_per_token / gemm_flops
-        self._head_s = model.head_flops_per_token / gemm_flops
+        self._decode_share = 1 if gpu.decode_computes else 0
+        self._head_s = self._decode_share * model.head_flops_per_token / gemm_flops
         self._kv_s = kv_bytes_per_token_and_gpu(model, tp) / bandwidth
         self._pair_s = model.attention_flops_per_pair / (
             gpu.tensor_flops * gpu.attention_share * tp
@@ -124,10 +125,8 @@ class RooflineCosts:
         more of them. Exact for one."""
         num_decode, num_read, num_prefill, pairs, num_sampled = work
         num_tokens = num_decode + num_prefill
-        if self.gpu.decode_computes:
-            linear_s = num_tokens * self._token_s + num_sampled * self._head_s
-        else:
-            linear_s = num_prefill * self._token_s
+        num_computed = num_prefill + self._decode_share * num_decode
+        linear_s = num_computed * self._token_s + num_sampled * self._head_s
         return (
             num_steps * self._fixed_s
             + max(num_steps * self._weights_s, linear_s)

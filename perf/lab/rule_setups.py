@@ -73,7 +73,9 @@ OWN: dict[str, Setup] = {
             "late-burst",
             Together((_crowd(24, 512, 2048, _FAST), _crowd(120, 256, 192, _FAST, delay_s=30.0))),
         ),
-        setups.with_rate(setups.find("open-ended"), 20.0),
+        dataclasses.replace(
+            setups.with_rate(setups.find("open-ended"), 20.0), name="short-answers"
+        ),
         setups.with_host(_on_4090("steady", _steady(60, 1.0, 512, 2048, _READERS)), 0),
     )
 }

@@ -192,7 +192,7 @@ VARIANTS: tuple[Variant, ...] = (
     *_variants(
         "answers are expected to be as long as others were",
         ("limits-for-lengths", "as their limits allow", {"learn_output_lengths": False}),
-        own="open-ended",
+        own="short-answers",
     ),
     *_variants(
         "readers with little unread get free room first",

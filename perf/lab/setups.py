@@ -27,7 +27,7 @@ import numpy as np
 
 from build_engines.model_shapes import MODELS
 from perf.lab.arrivals import Burst, Delayed, Gamma, OnOff, Poisson, Superposition
-from perf.lab.gpus import GPUS
+from perf.lab.gpus import GPUS, Gpu
 from perf.lab.lengths import (
     BURSTGPT_ANSWERS,
     BURSTGPT_PROMPTS,
@@ -65,6 +65,11 @@ class Setup:
     host_bytes: int = 128 * _GB
     tp: int = 1
     gpu_changes: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def hardware(self) -> Gpu:
+        """Its GPU, with the changes."""
+        return dataclasses.replace(GPUS[self.gpu], **dict(self.gpu_changes))
 
     @property
     def read_rate(self) -> float | None:
@@ -237,7 +242,7 @@ def engine(
 ) -> SimEngine:
     """Its engine, warm, run by so many rules; see roofline.sim_engine and ServingConfig."""
     machine = sim_engine(
-        dataclasses.replace(GPUS[setup.gpu], **dict(setup.gpu_changes)),
+        setup.hardware,
         MODELS[setup.model],
         tp=setup.tp,
         memory_fraction=setup.memory_fraction,

@@ -7,7 +7,7 @@ any order, the first four required:
 |---|---|---|
 | arrival_time | s from the start | – |
 | num_prompt_tokens | tokens | – |
-| max_tokens | tokens of the answer | – |
+| max_tokens | tokens of the answer; its limit, unless limit_tokens is more | – |
 | read_rate | tokens/s; empty: a machine | – |
 | kind | a name to count by | reader, or machine |
 | priority | 0 to 1 | 0.5 |
@@ -16,7 +16,7 @@ any order, the first four required:
 | cancel_after_s | s after the arrival; empty: stays | stays |
 | conversation | a number; empty: none | none |
 | num_history_tokens | leading tokens that earlier turns said | 0 |
-| limit_tokens | the request's own limit, where the answer ends before it; empty: none | none |
+| limit_tokens | the limit that the request names, no less than max_tokens | max_tokens |
 
 Invariants: what is written reads back as it was, to the last bit; a file that is not of its layout
 is refused with one error that names line and column, never read in part.
@@ -71,7 +71,10 @@ def read_trace(path: Path) -> list[SimRequest]:
                 raise TraceError(path, line, name, str(error)) from None
         if "kind" not in cells:
             fields["kind"] = MACHINE if fields["read_rate"] is None else READER
-        request = SimRequest(**fields)  # type: ignore[arg-type]
+        try:
+            request = SimRequest(**fields)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise TraceError(path, line, "limit_tokens", str(error)) from None
         _check(path, line, request, result[-1] if result else None, said)
         result.append(request)
     return result

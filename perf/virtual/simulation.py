@@ -60,7 +60,10 @@ class Simulation:
         self._engine = engine or SimEngine()
         config = self._engine.config()
         self._runner = VirtualRunner(
-            self._engine.step_s, self._engine.copy_costs, self._engine.decode_cost
+            self._engine.step_s,
+            self._engine.copy_costs,
+            self._engine.decode_cost,
+            self._num_before_end,
         )
         executor_config = msgspec.structs.replace(
             config.executor_config(), overlap_copies=self._engine.overlap_copies
@@ -140,7 +143,6 @@ class Simulation:
         max_tokens, end_id = request.max_tokens, None
         if request.ends_by_itself:
             assert request.limit_tokens is not None
-            self._executor.end_lengths[handle] = request.num_prompt_tokens + max_tokens
             max_tokens, end_id = request.limit_tokens, END_ID
         self._seqs[handle] = SimSeq(request)
         self.result.seqs.append(self._seqs[handle])
@@ -159,6 +161,14 @@ class Simulation:
         if request.cancel_after_s is not None:
             leave_time = request.arrival_time + request.cancel_after_s
             self._at_client(leave_time, lambda t: coordinator.cancel(handle, t))
+
+    def _num_before_end(self, request: Request) -> int | None:
+        """See VirtualRunner; what came before a pause is in the prompt of the resume."""
+        assert request.client_id is not None
+        asked = self._seqs[request.client_id].request
+        if not asked.ends_by_itself:
+            return None
+        return asked.num_prompt_tokens + asked.max_tokens - len(request.input_token_ids)
 
     def _at_client(self, time: float, event: Callable[[float], None]) -> None:
         def happen(now: float) -> None:
@@ -240,15 +250,12 @@ class _AnyKindExecutor(SteppedExecutor):
     """Also runs what the embedded engine refuses, like any other request: only the coordinator's
     side of such a kind is of interest here.
 
-    handles: the coordinator's handle of each engine id. end_lengths: prompt and answer, in tokens,
-    of those whose answer ends by itself, by handle. together: see Simulation.
+    handles: the coordinator's handle of each engine id. together: see Simulation.
     """
 
     def __init__(self, runner: VirtualRunner, config: ExecutorConfig, together: bool) -> None:
         super().__init__(runner, config)
         self.handles: dict[int, int] = {}
-        self.end_lengths: dict[int, int] = {}
-        self._runner = runner
         self._runs = DecodeRuns(self.batcher, runner) if together else None
         self._decoded: DecodedStep | None = None
 
@@ -277,7 +284,4 @@ class _AnyKindExecutor(SteppedExecutor):
         for executor_id, request in zip(ids, requests, strict=True):
             assert request.client_id is not None
             self.handles[executor_id] = request.client_id
-            end_length = self.end_lengths.get(request.client_id)
-            if end_length is not None:
-                self._runner.end_after(executor_id, end_length - len(request.input_token_ids))
         return ids

@@ -35,8 +35,10 @@ class SimRequest:
         tokens of the prompt that are the prompt and the whole answer of its previous turn (which
         begin with those of the turns before); instead of num_shared_tokens. No others are shared.
     cancel_after_s: its client leaves so long after the arrival, if it has not ended by then.
-    max_tokens: of the answer. limit_tokens: what the request names as its limit, if it is more: the
-        answer ends by itself, and nobody knows where.
+    max_tokens: of the answer. limit_tokens: what the request names as its max_tokens, if that is
+        more: the answer ends by itself, and nobody knows where.
+
+    Raises ValueError for a limit that is less than the answer has.
     """
 
     arrival_time: float
@@ -51,6 +53,12 @@ class SimRequest:
     conversation: int | None = None
     num_history_tokens: int = 0
     limit_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.limit_tokens is not None and self.limit_tokens < self.max_tokens:
+            raise ValueError(
+                f"limit_tokens must be >= max_tokens, got {self.limit_tokens} and {self.max_tokens}"
+            )
 
     @property
     def ends_by_itself(self) -> bool:
@@ -70,8 +78,9 @@ class SimEngine:
     num_host_blocks: size of the host tier; 0 = none. kv_tiering: it is told what to do ahead of
         need, else TensorRT-LLM's rules hold. block_bytes, copy_bytes_per_s: KV of one block, and
         how fast it is copied, in each direction. copy_duplex_share: see CopyCosts.duplex_share.
-    is_warm: the server has run before: what the engine costs, and how long answers are, is known
-        when the first request of the run arrives (the laboratory's policies are run so).
+    is_warm: the server has run before: what the engine costs is known when the first request of the
+        run arrives, and how long answers are, where others are given (the laboratory's policies are
+        run so).
     has_kv_events: the runtime mirrors the cache, else it estimates.
     overlap_copies: copies ahead of need run beside the steps, else steps wait for them.
     has_retention: requests say what their blocks are worth; those of a stock deployment do not.

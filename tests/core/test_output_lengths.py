@@ -10,18 +10,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.scheduler.build import running, snapshot
 from tokenflow.output_lengths import OutputLengths
-from tokenflow.types import LengthEstimate
-
-NOBODY = np.zeros(0, dtype=np.int64)
+from tokenflow.types import LengthEstimate, SessionColumns
 
 
-def learned(ended: list[tuple[int, bool]], going_on: list[int] | None = None) -> OutputLengths:
+def learned(ended: list[tuple[int, bool]]) -> OutputLengths:
     lengths = OutputLengths()
     for num_tokens, stopped in ended:
         lengths.observe(num_tokens, stopped=stopped)
-    lengths.estimate(np.array(going_on or [], dtype=np.int64))
     return lengths
+
+
+def estimate_of(
+    ended: list[tuple[int, bool]], going_on: list[int] | None = None
+) -> LengthEstimate | None:
+    return learned(ended).estimate(sessions(going_on or []), 0.0)
+
+
+def sessions(num_generated: list[int]) -> SessionColumns:
+    """Streams that run, with so many tokens each."""
+    return snapshot([running(1.0, num_generated=num) for num in num_generated]).sessions
 
 
 def expected(estimate: LengthEstimate | None, num_generated: int, max_tokens: int) -> int:
@@ -47,12 +56,12 @@ def slowly(
 
 
 def test_nothing_is_known_before_one_ended_by_itself() -> None:
-    assert OutputLengths().estimate(NOBODY) is None
-    assert learned([(30, False), (80, False)]).estimate(NOBODY) is None
+    assert estimate_of([]) is None
+    assert estimate_of([(30, False), (80, False)]) is None
 
 
 def test_after_many_alike_the_next_is_expected_to_be_so() -> None:
-    estimate = learned([(300, True)] * 200).estimate(NOBODY)
+    estimate = estimate_of([(300, True)] * 200)
     # 4 of 204 are taken to go on to the limit.
     assert expected(estimate, 0, 4096) == math.ceil(300 + 4 / 204 * (4096 - 300))
     assert expected(estimate, 0, 200) == 200  # never more than it may have
@@ -61,7 +70,7 @@ def test_after_many_alike_the_next_is_expected_to_be_so() -> None:
 
 
 def test_a_few_say_little() -> None:
-    few, many = (learned([(100, True)] * num).estimate(NOBODY) for num in (4, 100))
+    few, many = (estimate_of([(100, True)] * num) for num in (4, 100))
     assert expected(few, 0, 2100) == 100 + 2000 // 2
     assert expected(many, 0, 2100) == math.ceil(100 + 2000 * 4 / 104)
 
@@ -69,33 +78,35 @@ def test_a_few_say_little() -> None:
 def test_short_ones_that_end_first_do_not_make_answers_look_short() -> None:
     """Of 40 at once, 10 have ended with 50 tokens, and 30 go on with as many."""
     ended = [(50, True)] * 10
-    alone, beside = learned(ended).estimate(NOBODY), learned(ended, [50] * 30).estimate(NOBODY)
+    alone, beside = estimate_of(ended), estimate_of(ended, [50] * 30)
     assert expected(alone, 0, 1000) < 330
     assert expected(beside, 0, 1000) == math.ceil(50 + 950 * 34 / 44)
 
 
 def test_what_clients_and_limits_cut_says_that_it_is_longer() -> None:
     cut = [(60, False)] * 50
-    estimate = learned([*cut, (40, True), (90, True)]).estimate(NOBODY)
+    estimate = estimate_of([*cut, (40, True), (90, True)])
     # 1 of 56 ends at 40; of the 5 that are left beyond 60, one at 90.
     assert expected(estimate, 0, 100) == math.ceil(40 + 50 * 55 / 56 + 10 * 55 / 56 * 4 / 5)
 
 
 def test_only_the_last_ones_count() -> None:
-    lengths = learned([(1000, True)] * 300 + [(10, True)] * 256)
-    assert expected(lengths.estimate(NOBODY), 0, 1000) < 30
+    assert expected(estimate_of([(1000, True)] * 300 + [(10, True)] * 256), 0, 1000) < 30
+    assert estimate_of([(1000, True)] * 300 + [(10, False)] * 256) is None
 
 
 def test_one_without_a_token_says_nothing() -> None:
-    assert learned([(0, True), (0, False)]).estimate(NOBODY) is None
+    assert estimate_of([(0, True), (0, False)]) is None
 
 
-def test_it_is_fitted_again_when_another_one_has_ended() -> None:
-    lengths = learned([(10, True)])
-    first = lengths.estimate(np.array([500]))
-    assert lengths.estimate(NOBODY) is first
-    lengths.observe(20, stopped=False)
-    assert lengths.estimate(NOBODY) is not first
+def test_answers_that_get_longer_than_all_others_were_are_seen_within_a_second() -> None:
+    """After 256 of 10 tokens, 200 go on beyond them, and none of those ends."""
+    lengths = learned([(10, True)] * 256)
+    first = lengths.estimate(sessions([5] * 200), 7.0)
+    assert expected(first, 0, 2000) == math.ceil(10 + 1990 * 4 / 260)
+    assert lengths.estimate(sessions([11] * 200), 7.9) is first
+    later = lengths.estimate(sessions([12] * 200), 8.0)
+    assert expected(later, 0, 2000) == math.ceil(10 + 1990 * 204 / 460)
 
 
 ENDED = st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=30).filter(
@@ -112,10 +123,7 @@ ENDED = st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_s
 def test_it_is_the_mean_of_those_that_are_longer(
     ended: list[tuple[int, bool]], going_on: list[int], asked: list[tuple[int, int]]
 ) -> None:
-    lengths = OutputLengths()
-    for num_tokens, stopped in ended:
-        lengths.observe(num_tokens, stopped=stopped)
-    estimate = lengths.estimate(np.array(going_on, dtype=np.int64))
+    estimate = estimate_of(ended, going_on)
     assert estimate is not None
     generated = np.array([num for num, _ in asked])
     limits = generated + np.array([more for _, more in asked])
@@ -128,5 +136,5 @@ def test_it_is_the_mean_of_those_that_are_longer(
 
 @pytest.mark.parametrize("num_generated", [0, 7, 400])
 def test_where_none_ended_before_the_limit_the_limit_is_expected(num_generated: int) -> None:
-    estimate = learned([(2000, True)] * 9).estimate(NOBODY)
+    estimate = estimate_of([(2000, True)] * 9)
     assert expected(estimate, num_generated, 1500) == 1500

@@ -19,6 +19,7 @@ from tokenflow.engine_side import EngineSide
 from tokenflow.executor.api import CapacitySchedulerPolicy
 from tokenflow.inflight.scripted_runner import KV_BYTES_PER_TOKEN, ScriptedRunner
 from tokenflow.inflight.scripts import pseudo_random
+from tokenflow.output_lengths import OutputLengths
 from tokenflow.policies import TokenflowPolicy, policy_from_config
 from tokenflow.scheduler import plan
 from tokenflow.scheduler_forecast import PrefillBudget
@@ -105,8 +106,9 @@ class Side:
             max_input_len=engine.max_input_len,
         )
         self.costs = RecordedCosts()
-        answers = Answers(lambda event: None, ListTracer())
-        self.side = EngineSide(self.executor, config, self.table, answers, self.costs)
+        lengths = OutputLengths()
+        answers = Answers(lambda event: None, ListTracer(), lengths)
+        self.side = EngineSide(self.executor, config, self.table, answers, self.costs, lengths)
         self.now = 0.0
 
     def add(self, handle: int, **fields: Any) -> Session:

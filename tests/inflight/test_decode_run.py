@@ -39,7 +39,10 @@ class Engine:
     """A batcher in virtual time, with or without runs. num_together: steps made in runs."""
 
     def __init__(self, config, *, has_runs: bool) -> None:
-        self.runner = VirtualRunner(self._cost, COPY_COSTS)
+        self.ends: dict[int | None, int] = {}  # by client id
+        self.runner = VirtualRunner(
+            self._cost, COPY_COSTS, num_before_end=lambda request: self.ends.get(request.client_id)
+        )
         self.batcher = InflightBatcher(self.runner, config)
         self._runs = DecodeRuns(self.batcher, self.runner) if has_runs else None
         self._is_together = False
@@ -105,10 +108,11 @@ class Asking:
             output_config=PLAIN,
             priority=0.9 if number % 5 == 0 else 0.5,
             end_id=END_ID if number % 4 == 0 else None,
+            client_id=len(self._prompts),
         )
-        self._engine.batcher.enqueue(len(self._prompts), asked_for)
         if number % 4 == 0:
-            self._engine.runner.end_after(len(self._prompts), (5 * number) % 24)
+            self._engine.ends[len(self._prompts)] = (5 * number) % 24
+        self._engine.batcher.enqueue(len(self._prompts), asked_for)
 
     def cancel(self, number: int) -> None:
         self._engine.batcher.cancel(1 + number % max(1, len(self._prompts)))

@@ -21,18 +21,19 @@ seconds = st.floats(0.0, 1e9, allow_nan=False)
 
 @st.composite
 def singles(draw: st.DrawFn) -> SimRequest:
-    num_prompt = draw(st.integers(1, 1 << 20))
+    num_prompt, max_tokens = draw(st.integers(1, 1 << 20)), draw(st.integers(1, 1 << 20))
+    num_more = draw(st.none() | st.integers(0, 1 << 20))
     return SimRequest(
         arrival_time=draw(seconds),
         num_prompt_tokens=num_prompt,
-        max_tokens=draw(st.integers(1, 1 << 20)),
+        max_tokens=max_tokens,
         read_rate=draw(st.none() | st.floats(1e-6, 1e6)),
         priority=draw(st.floats(0.0, 1.0)),
         pausable=draw(st.booleans()),
         kind=draw(st.text(min_size=1, max_size=8).filter(lambda t: "\x00" not in t)),
         num_shared_tokens=draw(st.integers(0, num_prompt)),
         cancel_after_s=draw(st.none() | seconds),
-        limit_tokens=draw(st.none() | st.integers(1, 1 << 20)),
+        limit_tokens=None if num_more is None else max_tokens + num_more,
     )
 
 

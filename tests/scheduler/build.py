@@ -43,6 +43,22 @@ COSTS = CostEstimate(
 )
 
 
+LENGTHS = (
+    None,
+    LengthEstimate(  # nearly all have 120 tokens
+        lengths=np.array([0.0, 120.0]),
+        survival=np.array([1.0, 0.01]),
+        restricted_means=np.array([0.0, 120.0]),
+    ),
+    LengthEstimate(  # half have 3, a few more 130
+        lengths=np.array([0.0, 3.0, 130.0]),
+        survival=np.array([1.0, 0.5, 0.3]),
+        restricted_means=np.array([0.0, 3.0, 66.5]),
+    ),
+)
+"""What may be known of answers' lengths."""
+
+
 def waiting(**changes: Any) -> dict[str, Any]:
     """A newcomer that arrived 0.2 s ago."""
     return {"state": SessionState.WAITING, "wait_since_time": NOW - 0.2, **changes}

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.scheduler.build import NOW, paused, running
+from tests.scheduler.build import LENGTHS, NOW, paused, running
 from tests.scheduler.decisions import decide
 from tokenflow.types import LengthEstimate
 
@@ -84,17 +84,29 @@ def test_excess_is_not_shared_out_where_pauses_lose_kv() -> None:
     assert not decide(rows, max_batch_size=1, num_total_blocks=7)
 
 
-SHORT = LengthEstimate(
-    lengths=np.array([0.0, 120.0]), survival=np.array([1.0, 0.01]), means=np.array([0.0, 120.0])
-)
-"""Nearly all answers have 120 tokens."""
-
-
 def test_shares_are_of_the_answer_that_is_expected() -> None:
     """24 unread tokens of the one that runs are 2 % of what it may have and 20 % of what it will; 6
     of the paused one are little by either."""
     rows = [running(6.0, max_tokens=1200), paused(1.5, max_tokens=1200)]
     assert not decide(rows, max_batch_size=1)
-    decision = decide(rows, max_batch_size=1, lengths=SHORT)
+    decision = decide(rows, max_batch_size=1, lengths=LENGTHS[1])
     assert (decision.pause, decision.resume) == ((10,), (11,))
     assert decision.why == {10: "for balance", 11: "balance"}
+
+
+def test_how_far_ahead_one_is_goes_by_the_answer_that_is_expected() -> None:
+    """Both may have 2,400 tokens; those that were seen had 240."""
+    known = LengthEstimate(
+        lengths=np.array([0.0, 240.0]),
+        survival=np.array([1.0, 1e-9]),
+        restricted_means=np.array([0.0, 240.0]),
+    )
+
+    def rows(**changes: Any) -> list[dict]:
+        return [{**row, "max_tokens": 2400} for row in leaders(**changes)]
+
+    assert decide(rows(), max_batch_size=1, lengths=known) == decide(leaders(), max_batch_size=1)
+    assert not decide(rows(), max_batch_size=1)
+    # Little farther, or costing more than the giver would have made until it is worth nothing.
+    for change in ({"num_generated": 70}, {"num_resume_tokens": 12_000}):
+        assert not decide(rows(**change), max_batch_size=1, lengths=known)

@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.scheduler.build import COSTS, MAX_UTIL, NO_EVICT, paused, running, snapshot, waiting
+from tests.scheduler.build import (
+    COSTS,
+    LENGTHS,
+    MAX_UTIL,
+    NO_EVICT,
+    paused,
+    running,
+    snapshot,
+    waiting,
+)
 from tests.scheduler.test_plan_properties import snapshots
 from tokenflow.policies import TokenflowPolicy, WaitForm, rank
 from tokenflow.scheduler_balance import exchange
@@ -65,6 +74,7 @@ def crowds(draw) -> Snapshot:
         capacity_policy=draw(st.sampled_from([NO_EVICT, MAX_UTIL])),
         costs=costs_of(*speeds, draw(st.sampled_from([0.0, 0.001]))),
         num_host_blocks=draw(st.sampled_from([0, 50])),
+        lengths=draw(st.sampled_from(LENGTHS)),
     )
 
 
@@ -97,6 +107,7 @@ def unbalanced(draw) -> Snapshot:
         max_batch_size=num_slots + draw(st.integers(0, 1)),
         num_total_blocks=held + draw(st.integers(0, 3)),
         costs=costs_of(draw(st.sampled_from([1.0, 5.0])), draw(st.sampled_from([1, 20]))),
+        lengths=draw(st.sampled_from(LENGTHS)),
     )
 
 
@@ -211,7 +222,7 @@ def needs(view: View, row: int) -> tuple[float, float, float]:
     rate = min(float(s.read_rate[row]), 1.0 / view.step_s)
     unread = s.started[row] and s.has_reader[row]
     begin = max(0.0, float(s.slack_s[row]) - margin_s) if unread else 0.0
-    return begin, rate, int(s.max_tokens[row] - s.num_generated[row]) / rate
+    return begin, rate, int(view.num_expected[row] - s.num_generated[row]) / rate
 
 
 @given(unbalanced() | snapshots(), st.floats(0, 25))
@@ -237,7 +248,7 @@ def plain_exchange(view: View, draft: Draft, others: list[tuple[int, float]]) ->
 
 def share_unread(view: View, row: int) -> float:
     s = view.snapshot.sessions
-    return float(s.slack_s[row] * s.read_rate[row] / s.max_tokens[row])
+    return float(s.slack_s[row] * s.read_rate[row] / view.num_expected[row])
 
 
 def round_trip_tokens(view: View, row: int) -> float:
@@ -271,10 +282,10 @@ def plain_yield_to_farthest(view: View, draft: Draft, others: list[tuple[int, fl
             for row, spare_s in givers
             if not draft.named(row)
             and spare_s >= view.engine_s(taker)
-            and (worthless - share_unread(view, row)) * s.max_tokens[row]
+            and (worthless - share_unread(view, row)) * view.num_expected[row]
             > 0.5 * round_trip_tokens(view, taker)
             and s.priority[row] <= s.priority[taker]
-            and s.num_generated[row] < s.num_generated[taker] - half * s.max_tokens[taker]
+            and s.num_generated[row] < s.num_generated[taker] - half * view.num_expected[taker]
         ]
         chosen = draft.victims_for(taker, willing)
         if chosen is not None and len(chosen) <= 2:
@@ -288,10 +299,10 @@ def plain_yield_to_low(view: View, draft: Draft, others: list[tuple[int, float]]
         return share_unread(view, row)
 
     def gain(taker: int, giver: int) -> float:
-        num_tokens = (policy.high_share - share(taker)) * float(s.max_tokens[taker])
+        num_tokens = (policy.high_share - share(taker)) * float(view.num_expected[taker])
         worth = 0.0
         if s.has_reader[giver]:
-            middle = share(giver) + 0.5 * num_tokens / float(s.max_tokens[giver])
+            middle = share(giver) + 0.5 * num_tokens / float(view.num_expected[giver])
             span = policy.worthless_share - policy.high_share
             worth = min(1.0, max(0.0, (policy.worthless_share - middle) / span))
         cost = policy.min_exchange_gain * round_trip_tokens(view, taker)

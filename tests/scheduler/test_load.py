@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from perf.virtual.values import SimEngine, SimRequest
-from tests.scheduler.build import MAX_UTIL, running, snapshot, waiting
+from tests.scheduler.build import LENGTHS, MAX_UTIL, running, snapshot, waiting
 from tests.scheduler.outcomes import NO_EVICT, Outcome, worst_stall_s
 from tests.scheduler.test_fast_paths import costs_of
 from tokenflow.metrics import CLIENT_VISIBLE_STALL_S
@@ -32,11 +31,15 @@ def stream(read_rate: float, max_tokens: int, num_generated: int = 0) -> dict[st
 
 
 def num_admitted(
-    rows: list[dict[str, Any]], num_blocks: int = 4000, prefill_speed: float = 50
+    rows: list[dict[str, Any]],
+    num_blocks: int = 4000,
+    prefill_speed: float = 50,
+    lengths: LengthEstimate | None = None,
 ) -> int:
     """Of the rows that wait, one after the other."""
     sizes = {"max_batch_size": 64, "num_total_blocks": num_blocks, "capacity_policy": MAX_UTIL}
-    view = view_of(snapshot(rows, costs=costs_of(1.5, prefill_speed), **sizes), TokenflowPolicy())
+    snap = snapshot(rows, costs=costs_of(1.5, prefill_speed), lengths=lengths, **sizes)
+    view = view_of(snap, TokenflowPolicy())
     return Load(view).num_admitted(view.waiting)
 
 
@@ -49,20 +52,10 @@ def test_short_answers_count_beside_many_that_are_read_for_long(num_slow: int) -
 
 
 def test_answers_count_as_long_as_they_are_expected_to_be() -> None:
-    """All may have 2,000 tokens. Nearly all that were seen had 200."""
-    survival = np.array([1.0, 1e-9])
-    known = LengthEstimate(
-        lengths=np.array([0.0, 200.0]), survival=survival, means=np.array([0.0, 200.0])
-    )
-    long, short = [waiting(**stream(4.0, num)) for num in (2000, 200)]
-
-    def num(row: dict[str, Any], lengths: LengthEstimate | None) -> int:
-        sizes = {"max_batch_size": 64, "num_total_blocks": 400, "capacity_policy": MAX_UTIL}
-        snap = snapshot([row] * 200, costs=costs_of(1.5, 50), lengths=lengths, **sizes)
-        view = view_of(snap, TokenflowPolicy())
-        return Load(view).num_admitted(view.waiting)
-
-    assert num(long, known) == num(short, None) > 1.5 * num(long, None)
+    """All may have 2,000 tokens, and nearly all have 120."""
+    many = [[waiting(**stream(4.0, num))] * 200 for num in (2000, 139)]
+    known = num_admitted(many[0], 400, lengths=LENGTHS[1])
+    assert known == num_admitted(many[1], 400) > 1.5 * num_admitted(many[0], 400)
 
 
 @pytest.mark.parametrize("num_host_blocks", [400, 1200, 2000])

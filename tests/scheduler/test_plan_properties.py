@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.scheduler.build import COSTS, MAX_UTIL, NO_EVICT, NOW, snapshot
+from tests.scheduler.build import COSTS, LENGTHS, MAX_UTIL, NO_EVICT, NOW, snapshot
 from tokenflow.policies import FcfsReservePolicy, TokenflowPolicy
 from tokenflow.scheduler import plan
 from tokenflow.types import ArrivalEstimate, SessionState, Snapshot
@@ -104,6 +104,7 @@ def snapshots(draw, policies=(NO_EVICT, MAX_UTIL), tiers=(0, 1, 2)) -> Snapshot:
         num_host_blocks=draw(st.sampled_from([8, 200])) if tier else 0,
         has_tiering=tier == 2,
         arrivals=draw(st.sampled_from(ARRIVALS)),
+        lengths=draw(st.sampled_from(LENGTHS)),
     )
 
 

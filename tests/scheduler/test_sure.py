@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.scheduler.build import MAX_UTIL, NO_EVICT, paused, running, snapshot, waiting
+from tests.scheduler.build import LENGTHS, MAX_UTIL, NO_EVICT, paused, running, snapshot, waiting
 from tests.scheduler.test_fast_paths import costs_of, crowds
 from tests.scheduler.test_plan_properties import snapshots
 from tokenflow.policies import TokenflowPolicy
@@ -19,7 +19,7 @@ from tokenflow.scheduler_load import Load
 from tokenflow.scheduler_rules import due_rows, due_slack_s
 from tokenflow.scheduler_sure import surely_back, surely_carried
 from tokenflow.scheduler_view import View, view_of
-from tokenflow.types import Snapshot
+from tokenflow.types import LengthEstimate, Snapshot
 
 POLICY = TokenflowPolicy()
 
@@ -51,6 +51,7 @@ def fast(draw) -> Snapshot:
         num_total_blocks=held + draw(st.sampled_from([0, 4, 40, 400])),
         capacity_policy=draw(st.sampled_from([NO_EVICT, MAX_UTIL])),
         costs=costs_of(*speeds),
+        lengths=draw(st.sampled_from(LENGTHS)),
     )
 
 
@@ -130,3 +131,21 @@ def test_nothing_is_sure_on_a_slow_engine_or_where_kv_is_lost() -> None:
     costs = dataclasses.replace(loading.costs, onboard_block_s=0.001)
     view = view_of(dataclasses.replace(loading, costs=costs), POLICY)
     assert not surely_back(view, view.running, view.waiting, free_slots=0, free_blocks=0)
+
+
+def test_short_answers_take_short_turns() -> None:
+    """12 of 100 tokens at most, but all that were seen had 3: the pool holds 8, and each turn of 3
+    computes all of its KV again."""
+    lengths = LengthEstimate(
+        lengths=np.array([0.0, 3.0]),
+        survival=np.array([1.0, 1e-9]),
+        restricted_means=np.array([0.0, 3.0]),
+    )
+    blocks = {"num_prompt_tokens": 128, "num_blocks_needed": 4, "num_blocks_final": 7}
+    rows = [waiting(max_tokens=100, read_rate=6.0, **blocks)] * 12
+    sizes = {"num_total_blocks": 40, "capacity_policy": MAX_UTIL, "costs": costs_of(20.0, 0.2)}
+    view = view_of(snapshot(rows, lengths=lengths, **sizes), POLICY)
+    assert one_by_one(view).num_admitted(view.waiting) < 12
+    assert not surely_carried(view)
+    unknown = view_of(snapshot(rows, **sizes), POLICY)
+    assert surely_carried(unknown)

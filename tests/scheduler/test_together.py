@@ -51,7 +51,9 @@ def everything(
         said.append({name: column.tobytes() for name, column in columns.items()})
         decision = plan(snapshot, policy)
         said.append((snapshot.now, snapshot.kv, snapshot.costs, snapshot.arrivals, decision))
-        said.append(repr(snapshot.lengths))
+        if snapshot.lengths is not None:
+            lengths = dataclasses.asdict(snapshot.lengths)
+            said.append({name: column.tobytes() for name, column in lengths.items()})
         return decision
 
     tracer = ListTracer()
@@ -84,12 +86,12 @@ REQUESTS = st.lists(
         arrival_time=st.floats(0, 3),
         num_prompt_tokens=st.integers(6, 40),
         max_tokens=st.integers(1, 70),
+        limit_tokens=st.sampled_from([None, None, 70, 90]),
         read_rate=st.sampled_from([2.0, 6.0, 20.0, None]),
         priority=st.sampled_from([0.5, 0.5, 0.9]),
         pausable=st.sampled_from([True, True, True, False]),
         num_shared_tokens=st.sampled_from([0, 0, 6]),
         cancel_after_s=st.sampled_from([None, None, None, 0.4, 1.3]),
-        limit_tokens=st.sampled_from([None, None, 5, 65]),
     ),
     min_size=1,
     max_size=9,

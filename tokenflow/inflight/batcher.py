@@ -88,7 +88,7 @@ class InflightBatcher:
         self._iteration: Iteration | None = None
         self.log = IterationLog(config.max_batch_size)
         self._context_waited = False
-        self._has_left = False
+        self._may_start_others = False
         self.num_failed_steps = 0
         self.last_failure = ""
 
@@ -137,7 +137,7 @@ class InflightBatcher:
         iteration.num_paused = self._capacity.schedule(
             self._active, self.kv, self._config.max_batch_size
         )
-        self._has_left = False
+        self._may_start_others = False
         responses += self._introduce_to_runner()
         iteration.chunks, self._context_waited = self._budget.choose(
             started(self._active), context_waited=self._context_waited
@@ -167,7 +167,7 @@ class InflightBatcher:
         damaged = self.kv.take_damaged()
         for sequence in [s for s in self._active if s.blocks in damaged]:
             sequence.restart(self.kv)
-            self._has_left = True
+            self._may_start_others = True
             iteration.drop(sequence)
         self.kv.forget_lost()
 
@@ -221,7 +221,7 @@ class InflightBatcher:
         and the two looks between them."""
         running = started(self._active)
         if len(running) < len(self._active) and (
-            self._has_left or not self._capacity.waits_for_an_end
+            self._may_start_others or not self._capacity.waits_for_an_end
         ):
             return None  # one of them may be started
         if not 0 < len(running) <= self._budget.max_num_tokens or not self.is_still:
@@ -339,7 +339,7 @@ class InflightBatcher:
         return responses + self._take_cancels()
 
     def _remove(self, sequence: SequenceState, *, keep_kv: bool) -> None:
-        self._has_left = True  # one that was not started held up those behind it
+        self._may_start_others = True  # one that was not started held up those behind it
         sequence.stop(self.kv, keep=keep_kv)
         if sequence.is_known_to_runner:
             sequence.is_known_to_runner = False

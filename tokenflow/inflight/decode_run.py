@@ -136,7 +136,7 @@ class _Run:
         self._lengths = [len(s.token_ids) for s in sequences]
         self._num_tokens = sum(self._lengths)
         self._num_written = [0] * len(sequences)
-        self._max_steps = min(map(self._num_tokens_to_come, sequences))
+        self._max_steps = min(map(self._num_before_end, sequences))
         size = self._kv.tokens_per_block
         self._borders: list[list[int]] = [[] for _ in range(size)]
         for i, length in enumerate(self._lengths):
@@ -146,7 +146,7 @@ class _Run:
         self._batch = DecodeBatch(sequences)
         self.num_steps = 0
 
-    def _num_tokens_to_come(self, sequence: SequenceState) -> float:
+    def _num_before_end(self, sequence: SequenceState) -> float:
         """How many of its tokens do not end it."""
         num_generated = sequence.num_generated
         until_end = self._runner.num_until_end(sequence.request_id, num_generated)

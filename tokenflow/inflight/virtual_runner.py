@@ -2,11 +2,10 @@
 
 The batcher, its capacity policies, the KV bookkeeping and the reuse tree above it are the real
 ones, so a simulation on this runner takes the decisions that a server takes. What it does not do:
-it has no weights and no KV memory, every token is 0 and every log-probability 0.0 (prompts that are
-not to share blocks must differ) but for the end token where one is asked for, it ignores sampling
-and stop conditions, and it checks no block's
-content (`scripted_runner.ScriptedRunner` does). It never sleeps: whoever drives the steps advances
-the clock by `step_s` (`stepped.SteppedExecutor`).
+it has no weights and no KV memory, every token is 0 but for end tokens that are asked for, every
+log-probability 0.0 (prompts that are not to share blocks must differ), it ignores sampling and stop
+conditions, and it checks no block's content (`scripted_runner.ScriptedRunner` does). It never
+sleeps: whoever drives the steps advances the clock by `step_s` (`stepped.SteppedExecutor`).
 
 Where the seconds come from is the caller's: a function of the chunks of a step. Such functions are
 fitted to measured steps (perf/engine_step.py measures them), as base + per sequence + per token of
@@ -51,7 +50,7 @@ TOKEN_ID, LOG_PROB = 0, 0.0
 """What is sampled."""
 
 END_ID = 1
-"""What is sampled where an answer ends by itself; see VirtualRunner.end_after."""
+"""What is sampled where an answer ends by itself."""
 
 
 class VirtualRunner:
@@ -60,6 +59,8 @@ class VirtualRunner:
     decode_cost: the cost of a step that only decodes, without looking at its chunks; None: the
         chunks are needed.
     copy_costs: what copies between the tiers take; None: no host tier can be had.
+    num_before_end: tokens that a request generates before its END_ID; None: it does not end by
+        itself.
     scheduled_ids: engine ids of the sequences in the step computed since `reset`.
     wait_s: for how long that step waited for copies; `step_s` contains it.
     num_steps: steps computed. num_sampled: tokens sampled in all of them, those that a cancel then
@@ -73,6 +74,7 @@ class VirtualRunner:
         cost: StepCost,
         copy_costs: CopyCosts | None = None,
         decode_cost: DecodeCost | None = None,
+        num_before_end: Callable[[Request], int | None] = lambda request: None,
     ) -> None:
         self._cost = cost
         self._decode_cost = decode_cost
@@ -84,6 +86,7 @@ class VirtualRunner:
         self.num_sampled = 0
         self.wait_s = 0.0
         self.scheduled_ids: tuple[int, ...] = ()
+        self._num_before_end = num_before_end
         self._ends_after: dict[int, int] = {}
 
     @property
@@ -125,15 +128,14 @@ class VirtualRunner:
         return self._transport
 
     def add_request(self, request_id: int, request: Request) -> None:
-        """Nothing is kept."""
+        """Nothing is kept but where it ends."""
+        num_tokens = self._num_before_end(request)
+        if num_tokens is not None:
+            self._ends_after[request_id] = num_tokens
 
     def remove_request(self, request_id: int) -> None:
-        """Nothing was kept but where it ends."""
+        """Nor any longer."""
         self._ends_after.pop(request_id, None)
-
-    def end_after(self, request_id: int, num_tokens: int) -> None:
-        """Once the request has generated so many tokens since its enqueue, the next is END_ID."""
-        self._ends_after[request_id] = num_tokens
 
     def num_until_end(self, request_id: int, num_generated: int) -> float:
         """Tokens that a request which has generated so many will have before its END_ID; infinite
