@@ -14,6 +14,7 @@ from perf.lab import assumptions, setups
 from perf.lab.arrivals import Burst
 from perf.lab.lengths import Normal
 from perf.lab.roofline import RooflineCosts, decode_totals, prefill_totals
+from perf.lab.runs import Cell
 from perf.lab.setups import Setup
 
 BASE = setups.find("h200-burst-400")
@@ -93,8 +94,8 @@ def test_lengths_that_have_no_mean_cannot_be_alike(
     assert f"{name} has no lengths that could be all alike" in capsys.readouterr().err
 
 
-@pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> str:
+def tiny() -> list[Setup]:
+    """A burst of twelve short answers, under each assumption."""
     work = dataclasses.replace(
         BASE.workload,
         num_requests=12,
@@ -102,41 +103,31 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> str:
         prompts=Normal(mean=256),
         answers=Normal(mean=96),
     )
-    setup = dataclasses.replace(BASE, name="tiny", workload=work)
-    monkeypatch.setitem(setups.SETUPS, "tiny", setup)
-    return "tiny"
+    return assumptions.assumed(dataclasses.replace(BASE, name="tiny", workload=work))
 
 
-def test_the_command_compares_under_each_assumption(
-    tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "assumptions.json"
-    arguments = ["--setup", tiny, "--policies", "tokenflow", "--output", str(path)]
-    assert command.main([*arguments, "--json"]) == 0
-    result = json.loads(path.read_text())
-    assert json.loads(capsys.readouterr().out) == result
+def test_policies_are_compared_under_each_assumption(tmp_path: Path) -> None:
+    chosen, policies = tiny(), ("fcfs-reserve", "tokenflow")
+    asked = [Cell(setup=setup, policy=name, seed=1) for setup in chosen for name in policies]
+    result = command.run(chosen, asked)
     names = [f"tiny, {words}" for words in WORDS]
     assert list(result["decode_speeds"]) == names
     kept = {(one["setup"], one["policy"]): one for one in result["summaries"]}
-    assert list(kept) == [(n, p) for n in names for p in ("fcfs-reserve", "tokenflow")]
+    assert list(kept) == [(name, policy) for name in names for policy in policies]
     for name in names:
         ours, base = kept[name, "tokenflow"], kept[name, "fcfs-reserve"]
         ratio = ours["raw_throughput"] / base["raw_throughput"]
         assert ours["ratios"]["raw_throughput"]["value"] == pytest.approx(ratio)
-    slower, usual = (kept[f"tiny, {words}", "fcfs-reserve"] for words in (WORDS[3], WORDS[0]))
+    usual, slower = (
+        kept[f"tiny, {words}", "fcfs-reserve"]
+        for words in ("as it is", "3 times the overhead of a step")
+    )
     assert slower["raw_throughput"] < usual["raw_throughput"]
 
+    (tmp_path / "assumptions.json").write_text(json.dumps(result))
     header, *shown = assumptions.rows(result)
     assert [row[0] for row in shown] == names
     assert {row[1] for row in shown} == {"tokenflow"}
     text = report.BLOCKS["assumptions"](tmp_path)
     assert text.splitlines()[0] == f"| {' | '.join(header)} |"
     assert f"| {' | '.join(shown[-1])} |" in text
-
-
-def test_the_baseline_runs_once_if_it_is_asked_for(tiny: str, tmp_path: Path) -> None:
-    path = tmp_path / "assumptions.json"
-    assert command.main(["--setup", tiny, "--policies", "fcfs-reserve", "--output", str(path)]) == 0
-    result = json.loads(path.read_text())
-    assert len(result["summaries"]) == len(WORDS)
-    assert len(assumptions.rows(result)) == 1

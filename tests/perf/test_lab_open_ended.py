@@ -1,0 +1,58 @@
+"""Answers that end before their limits, in the laboratory: what a warm server knows of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from perf.lab import setups
+from perf.lab.runs import Cell, run_cell
+from perf.lab.traces import TraceError, read_trace, write_trace
+from perf.lab.warm_up import learned_lengths
+from perf.virtual.values import SimRequest
+from tests.scheduler.build import running, snapshot
+
+OPEN_ENDED = setups.with_rate(setups.find("open-ended"), 20.0)
+
+
+def request(max_tokens: int, limit_tokens: int | None = None) -> SimRequest:
+    return SimRequest(
+        arrival_time=0.0, num_prompt_tokens=8, max_tokens=max_tokens, limit_tokens=limit_tokens
+    )
+
+
+def test_everybody_names_one_limit_and_no_answer_is_longer() -> None:
+    work = setups.requests(OPEN_ENDED, 1)
+    assert {r.limit_tokens for r in work} == {2048}
+    assert max(r.max_tokens for r in work) <= 2048
+    assert sum(r.max_tokens for r in work) / len(work) == pytest.approx(512, rel=0.1)
+
+
+def test_answers_that_ended_by_themselves_are_known_to_a_warm_server() -> None:
+    nobody = snapshot([running(1.0, num_generated=0)]).sessions
+    known = learned_lengths([request(50, 400)] * 9).estimate(nobody, 0.0)
+    assert known is not None
+    assert known.lengths.tolist() == [0, 50]
+    for ended_at_its_limit in (request(50), request(50, 50)):
+        assert learned_lengths([ended_at_its_limit] * 9).estimate(nobody, 0.0) is None
+
+
+def test_a_warm_server_serves_them_better_than_one_that_does_not_learn() -> None:
+    learning, not_learning = (
+        run_cell(Cell(setup=OPEN_ENDED, policy="tokenflow", seed=1, changes=changes)).record
+        for changes in ((), (("learn_output_lengths", False),))
+    )
+    assert learning["share_stalled"] == not_learning["share_stalled"] == 0
+    assert learning["effective_throughput"] > 1.3 * not_learning["effective_throughput"]
+    assert learning["ttft_p99_s"] < not_learning["ttft_p99_s"]
+
+
+def test_a_limit_below_the_answer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="limit_tokens must be >= max_tokens, got 9 and 10"):
+        request(10, 9)
+    path = tmp_path / "trace.csv"
+    write_trace(path, [request(10, 10)])
+    path.write_text(path.read_text().replace(",10\r\n", ",9\r\n").replace(",10\n", ",9\n"))
+    with pytest.raises(TraceError, match=r"line 2, column limit_tokens: .* got 9 and 10"):
+        read_trace(path)
