@@ -123,7 +123,8 @@ sweep: $(READY)  ## parameters of the scheduler over seeds, with intervals; abou
 	$(SWEEP) 4090-b,4090-c --param load_limit=0.6,0.75,1
 	$(SWEEP) 4090-b,4090-c --param recompute_share=0,0.3,0.6
 	$(SWEEP) 4090-a,h200-c --param tail_share=0.3,0.7,0.9
-	$(SWEEP) open-ended,h200-open-ended --rate 20 --param learn_output_lengths=false
+	$(SWEEP) open-ended,h200-open-ended --rate 20 --name open_ended \
+	  --param learn_output_lengths=false --param load_by_expectation=true
 
 rules: $(READY)  ## what each rule of the scheduler is worth, SEEDS=1-3 for intervals; about half an hour
 	OMP_NUM_THREADS=1 $(BIN)/python -m perf.rules --jobs $(JOBS) --seeds $(SEEDS)

@@ -19,13 +19,17 @@ import numpy as np
 
 from tokenflow.types import IntArray, LengthEstimate, SessionColumns, SessionState
 
-_WINDOW = 256
-"""Answers that count, the last ones."""
+_WINDOW = 2048
+"""Answers that count, the last ones that have ended. Those that go on all count, so it has to be
+far more than there are at once, or none would seem to end."""
 
 _NUM_UNENDING = 4
 """So many answers that go on for ever are taken to have been seen: a few that ended say little, and
 what is longer than all that were seen may be as long as it is allowed to be."""
 
+
+_LONGEST = 1 << 16
+"""Tokens. Of an answer that ended later it counts only that it was longer."""
 
 _FIT_INTERVAL_S = 1.0
 """Between two fits. Answers that get longer than all others were are to be seen soon, or too many
@@ -63,10 +67,10 @@ class OutputLengths:
     def _fitted(self, num_generated: IntArray) -> LengthEstimate:
         ended = np.array(self._ended, dtype=np.int64)
         stopped = ended[ended[:, 1] > 0, 0]
-        lengths, num_ends = np.unique(stopped, return_counts=True)
-        seen = np.sort(np.concatenate([ended[:, 0], num_generated[num_generated > 0]]))
-        num_at_risk = len(seen) - seen.searchsorted(lengths) + _NUM_UNENDING
-        survival = np.concatenate([[1.0], np.cumprod(1.0 - num_ends / num_at_risk)])
-        points = np.concatenate([[0.0], lengths])
-        means = np.concatenate([[0.0], np.cumsum(survival[:-1] * np.diff(points))])
-        return LengthEstimate(lengths=points, survival=survival, restricted_means=means)
+        num_ends = np.bincount(stopped[stopped <= _LONGEST], minlength=1)
+        seen = np.concatenate([ended[:, 0], num_generated[num_generated > 0]])
+        num_seen = np.bincount(np.minimum(seen, len(num_ends)))[: len(num_ends)]
+        num_at_risk = len(seen) + _NUM_UNENDING - (np.cumsum(num_seen) - num_seen)
+        survival = np.cumprod(1.0 - num_ends / num_at_risk)
+        restricted_means = np.cumsum(survival) - survival
+        return LengthEstimate(survival=survival, restricted_means=restricted_means)

@@ -41,6 +41,9 @@ class TokenflowPolicy:
     priority_shift: what a request priority of 1 gains over 0, in units of P.
     load_limit: ρ, share of the time until any instant that the engine may take to make what readers
         need by then, with a newcomer.
+    load_by_expectation: that account goes by how long answers are expected to be, not by how long
+        they may be: newcomers start sooner, and where answers turn out to be longer than they used
+        to be, readers stall.
     bridge_margins: of what readers have unread, so many times the slack that a pause needs stays
         out of that account: under a lasting load, streams whose readers have read everything cannot
         take turns.
@@ -91,6 +94,7 @@ class TokenflowPolicy:
     unstarted_bonus: float = 2.0
     priority_shift: float = 4.0
     load_limit: float = 0.9
+    load_by_expectation: bool = False
     bridge_margins: float = 6.0
     turn_share: float = 0.08
     recompute_share: float = 0.08
@@ -189,5 +193,6 @@ def policy_from_config(config: ServingConfig) -> Policy:
             slack_margin_s=config.slack_margin_s,
             min_quantum_s=config.min_quantum_s,
             anticipate=config.anticipate_arrivals,
+            load_by_expectation=config.admit_by_expected_lengths,
         )
     raise ConfigError("scheduling_policy", f"no such policy: {config.scheduling_policy!r}")

@@ -50,7 +50,8 @@ class Needs:
         self._sessions = view.snapshot.sessions
         # Nobody can be given more than a token a step; a reader that is faster waits for each.
         self._rate = np.minimum(self._sessions.read_rate, 1.0 / view.step_s)
-        self._left_s = view.num_expected_to_come / self._rate
+        by_limits = not view.policy.load_by_expectation
+        self._left_s = (view.num_to_come if by_limits else view.num_expected_to_come) / self._rate
         self._begin_s = self._seconds_to_begin()
         self._end_s = self._begin_s + self._left_s
         times = self._borders(served)
@@ -131,10 +132,10 @@ class Needs:
     def _turn(self) -> FloatArray:
         """Tokens of a turn of each row [n]: a stream that takes turns runs each time from the low
         share to beyond the high one."""
-        view, num_expected = self._view, self._view.num_expected
+        view, num_in_load = self._view, self._view.num_in_load
         min_turn = max(view.policy.min_quantum_s / view.step_s, 1.0)
-        turn: FloatArray = np.maximum(view.policy.turn_share * num_expected, min_turn)
-        return np.minimum(turn, num_expected)
+        turn: FloatArray = np.maximum(view.policy.turn_share * num_in_load, min_turn)
+        return np.minimum(turn, num_in_load)
 
     @lazy
     def _turn_rate(self) -> FloatArray:

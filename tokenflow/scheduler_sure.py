@@ -46,7 +46,7 @@ def surely_carried(view: View) -> bool:
     if int(np.add.reduce(num_full_tokens)) > num_pool_tokens:
         if kv.num_host_blocks:
             return False
-        turn = min(max(view.policy.min_quantum_s / view.step_s, 1.0), lowest(view.num_expected))
+        turn = min(max(view.policy.min_quantum_s / view.step_s, 1.0), lowest(view.num_in_load))
         share_left -= rate * longest / turn / costs.prefill_tokens_per_s
     num_in_pool = num_pool_tokens / longest
     if kv.capacity_policy is CapacitySchedulerPolicy.GUARANTEED_NO_EVICT:

@@ -223,6 +223,13 @@ class View:
         return self.num_expected - self.snapshot.sessions.num_generated
 
     @lazy
+    def num_in_load(self) -> IntArray:
+        """Tokens [n] of whole answers, for the load: what may come, or what is expected."""
+        if self.policy.load_by_expectation:
+            return self.num_expected
+        return self.snapshot.sessions.max_tokens
+
+    @lazy
     def num_left(self) -> int:
         """Tokens that everybody together is expected to generate yet."""
         return int(np.add.reduce(self.num_expected_to_come))

@@ -251,12 +251,11 @@ class ArrivalEstimate:
 class LengthEstimate:
     """The share of answers that are longer than any length (output_lengths.py).
 
-    lengths [m]: tokens, rising from 0, at which answers ended. survival [m]: share that is longer
-    than each, > 0; between two the share of the lower one. restricted_means [m]: mean of the lesser
-    of answer and length, the integral of `survival` up to there.
+    survival [m]: share of the answers that have more than 0, 1, … tokens, > 0; what is longer than
+    that may be of any length. restricted_means [m]: mean of the lesser of an answer's length and 0,
+    1, … tokens.
     """
 
-    lengths: FloatArray
     survival: FloatArray
     restricted_means: FloatArray
 
@@ -270,12 +269,10 @@ class LengthEstimate:
         return result
 
     def _at(self, num_tokens: IntArray) -> tuple[FloatArray, FloatArray]:
-        """Survival and mean at any lengths."""
-        places = self.lengths.searchsorted(num_tokens, side="right") - 1
-        survival = self.survival[places]
-        return survival, self.restricted_means[places] + survival * (
-            num_tokens - self.lengths[places]
-        )
+        """Survival and restricted mean at any lengths."""
+        known = np.minimum(num_tokens, len(self.survival) - 1)
+        survival = self.survival[known]
+        return survival, self.restricted_means[known] + survival * (num_tokens - known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

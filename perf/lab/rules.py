@@ -190,8 +190,9 @@ VARIANTS: tuple[Variant, ...] = (
         own="steady",
     ),
     *_variants(
-        "answers are expected to be as long as others were",
-        ("limits-for-lengths", "as their limits allow", {"learn_output_lengths": False}),
+        "excess goes by how long answers are expected to be, the load by how long they may be",
+        ("limits-for-lengths", "both by what may be", {"learn_output_lengths": False}),
+        ("expected-in-load", "both by what is expected", {"load_by_expectation": True}),
         own="short-answers",
     ),
     *_variants(

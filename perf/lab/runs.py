@@ -44,7 +44,10 @@ _LOOK_S = 1.0
 _GB = 1e9
 
 _SEEDS_APART = 1_000_003
-"""From the seed of what is asked to that of what was answered before."""
+"""From the seed of what is asked to those of what was answered before."""
+
+_NUM_ANSWERED = 1000
+"""Requests that a server has answered before, at least."""
 
 ENGINE_PARAMETERS = (
     "plan_interval_s",
@@ -165,8 +168,14 @@ def run_cell(cell: Cell) -> Run:
 
 
 def _answered(cell: Cell) -> list[SimRequest]:
-    """What the server has answered before: as much as is asked now, of the same kind."""
-    return [] if cell.work is not None else setups.requests(cell.setup, cell.seed + _SEEDS_APART)
+    """What the server has answered before, of the same kind, where that teaches something."""
+    answered: list[SimRequest] = []
+    if cell.work is None and any(request.ends_by_itself for request in cell.requests()):
+        seed = cell.seed + _SEEDS_APART
+        while len(answered) < _NUM_ANSWERED:
+            answered += setups.requests(cell.setup, seed)
+            seed += _SEEDS_APART
+    return answered
 
 
 def labels(cell: Cell) -> Record:

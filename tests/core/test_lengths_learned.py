@@ -55,8 +55,7 @@ def test_ends_by_themselves_are_learned_from() -> None:
     stop(h, PROMPT, 7)
     estimate = look(h, looking)
     assert estimate is not None
-    assert estimate.lengths.tolist() == [0, 7]
-    assert estimate.survival.tolist() == [1, 0.8]  # 1 of 1 and the 4 that never end
+    assert estimate.survival.tolist() == [1] * 7 + [0.8]  # 1 of 1 and the 4 that never end
 
 
 def test_a_stop_string_in_the_text_is_such_an_end() -> None:
@@ -68,8 +67,8 @@ def test_a_stop_string_in_the_text_is_such_an_end() -> None:
     h.plan()
     estimate = looking.lengths
     assert estimate is not None
-    assert estimate.lengths.tolist() == [0, 5]
-    assert estimate.survival.tolist() == [1, 0.8]  # once, though the engine has to let go of it
+    # Once, though the engine has to let go of it.
+    assert estimate.survival.tolist() == [1] * 5 + [0.8]
 
 
 def test_limits_and_clients_that_leave_only_say_that_it_was_longer() -> None:
@@ -85,8 +84,7 @@ def test_limits_and_clients_that_leave_only_say_that_it_was_longer() -> None:
     stop(h, PROMPT, 7)
     estimate = look(h, looking)
     assert estimate is not None
-    assert estimate.lengths.tolist() == [0, 7]
-    np.testing.assert_allclose(estimate.survival, [1, 6 / 7])  # 1 of 3 and the 4
+    np.testing.assert_allclose(estimate.survival, [1] * 7 + [6 / 7])  # 1 of 3 and the 4
 
 
 def test_those_that_go_on_count_too() -> None:
@@ -101,7 +99,7 @@ def test_those_that_go_on_count_too() -> None:
     h.step()
     estimate = looking.lengths
     assert estimate is not None
-    np.testing.assert_allclose(estimate.survival, [1, 5 / 6])  # 1 of 2 and the 4
+    np.testing.assert_allclose(estimate.survival, [1] * 7 + [5 / 6])  # 1 of 2 and the 4
     h.run_to_empty()
 
 

@@ -91,8 +91,8 @@ def test_what_clients_and_limits_cut_says_that_it_is_longer() -> None:
 
 
 def test_only_the_last_ones_count() -> None:
-    assert expected(estimate_of([(1000, True)] * 300 + [(10, True)] * 256), 0, 1000) < 30
-    assert estimate_of([(1000, True)] * 300 + [(10, False)] * 256) is None
+    assert expected(estimate_of([(1000, True)] * 300 + [(10, True)] * 2048), 0, 1000) < 30
+    assert estimate_of([(1000, True)] * 300 + [(10, False)] * 2048) is None
 
 
 def test_one_without_a_token_says_nothing() -> None:

@@ -43,20 +43,18 @@ COSTS = CostEstimate(
 )
 
 
-LENGTHS = (
-    None,
-    LengthEstimate(  # nearly all have 120 tokens
-        lengths=np.array([0.0, 120.0]),
-        survival=np.array([1.0, 0.01]),
-        restricted_means=np.array([0.0, 120.0]),
-    ),
-    LengthEstimate(  # half have 3, a few more 130
-        lengths=np.array([0.0, 3.0, 130.0]),
-        survival=np.array([1.0, 0.5, 0.3]),
-        restricted_means=np.array([0.0, 3.0, 66.5]),
-    ),
-)
-"""What may be known of answers' lengths."""
+def known_lengths(*ends: tuple[int, float]) -> LengthEstimate:
+    """(tokens, share of the answers that have more), rising."""
+    survival = np.ones(ends[-1][0] + 1)
+    for num_tokens, share in ends:
+        survival[num_tokens:] = share
+    means = np.concatenate([[0.0], np.cumsum(survival[:-1])])
+    return LengthEstimate(survival=survival, restricted_means=means)
+
+
+LENGTHS = (None, known_lengths((120, 0.01)), known_lengths((3, 0.5), (130, 0.3)))
+"""What may be known of answers' lengths: nothing; nearly all have 120 tokens; half have 3, a few
+more 130."""
 
 
 def waiting(**changes: Any) -> dict[str, Any]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.scheduler.build import LENGTHS, NOW, paused, running
+from tests.scheduler.build import LENGTHS, NOW, known_lengths, paused, running
 from tests.scheduler.decisions import decide
-from tokenflow.types import LengthEstimate
 
 INF = float("inf")
 
@@ -96,11 +94,7 @@ def test_shares_are_of_the_answer_that_is_expected() -> None:
 
 def test_how_far_ahead_one_is_goes_by_the_answer_that_is_expected() -> None:
     """Both may have 2,400 tokens; those that were seen had 240."""
-    known = LengthEstimate(
-        lengths=np.array([0.0, 240.0]),
-        survival=np.array([1.0, 1e-9]),
-        restricted_means=np.array([0.0, 240.0]),
-    )
+    known = known_lengths((240, 1e-9))
 
     def rows(**changes: Any) -> list[dict]:
         return [{**row, "max_tokens": 2400} for row in leaders(**changes)]

@@ -42,7 +42,7 @@ def test_orders_shares_and_the_load_go_by_what_is_expected(
     snap: Snapshot, lengths: LengthEstimate, tail_share: float
 ) -> None:
     snap = dataclasses.replace(snap, lengths=lengths)
-    policy = TokenflowPolicy(tail_share=tail_share, max_arrival_gaps=0.0)
+    policy = TokenflowPolicy(tail_share=tail_share, max_arrival_gaps=0.0, load_by_expectation=True)
     known, alike = view_of(snap, policy), view_of(limited(snap), policy)
     if len(known.running) < len(alike.running) or len(known.running) > len(alike.running):
         return  # somebody would end by the next step

@@ -161,12 +161,12 @@ def test_nobody_yields_to_a_crowd_whose_prefill_it_cannot_spare() -> None:
     assert place_crowd(view, Draft(view), able, view.waiting, load, prefill) == []
 
 
-@given(crowds())
+@given(snap=crowds(), by_expectation=st.booleans())
 @settings(max_examples=80, deadline=None)
-def test_what_readers_need_is_summed_stream_by_stream(snap: Snapshot) -> None:
+def test_what_readers_need_is_summed_stream_by_stream(snap: Snapshot, by_expectation: bool) -> None:
     """The load by plain loops: what each stream needs and holds at each instant, against what a
     full batch of those that are left makes."""
-    view = view_of(snap, POLICY)
+    view = view_of(snap, TokenflowPolicy(load_by_expectation=by_expectation))
     load, s, kv = Load(view), snap.sessions, snap.kv
     served = [*view.running.tolist(), *view.starting.tolist(), *view.paused.tolist()]
     served = [row for row in served if s.started[row] or row in view.starting]
@@ -222,7 +222,8 @@ def needs(view: View, row: int) -> tuple[float, float, float]:
     rate = min(float(s.read_rate[row]), 1.0 / view.step_s)
     unread = s.started[row] and s.has_reader[row]
     begin = max(0.0, float(s.slack_s[row]) - margin_s) if unread else 0.0
-    return begin, rate, int(view.num_expected[row] - s.num_generated[row]) / rate
+    num_tokens = view.num_expected if policy.load_by_expectation else s.max_tokens
+    return begin, rate, int(num_tokens[row] - s.num_generated[row]) / rate
 
 
 @given(unbalanced() | snapshots(), st.floats(0, 25))

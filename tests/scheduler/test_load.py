@@ -35,11 +35,12 @@ def num_admitted(
     num_blocks: int = 4000,
     prefill_speed: float = 50,
     lengths: LengthEstimate | None = None,
+    by_expectation: bool = False,
 ) -> int:
     """Of the rows that wait, one after the other."""
     sizes = {"max_batch_size": 64, "num_total_blocks": num_blocks, "capacity_policy": MAX_UTIL}
     snap = snapshot(rows, costs=costs_of(1.5, prefill_speed), lengths=lengths, **sizes)
-    view = view_of(snap, TokenflowPolicy())
+    view = view_of(snap, TokenflowPolicy(load_by_expectation=by_expectation))
     return Load(view).num_admitted(view.waiting)
 
 
@@ -51,11 +52,13 @@ def test_short_answers_count_beside_many_that_are_read_for_long(num_slow: int) -
     assert num_admitted([*short, *slow]) == num_admitted(short) == 53
 
 
-def test_answers_count_as_long_as_they_are_expected_to_be() -> None:
+def test_answers_count_as_long_as_they_may_be_or_if_asked_for_as_expected() -> None:
     """All may have 2,000 tokens, and nearly all have 120."""
-    many = [[waiting(**stream(4.0, num))] * 200 for num in (2000, 139)]
-    known = num_admitted(many[0], 400, lengths=LENGTHS[1])
-    assert known == num_admitted(many[1], 400) > 1.5 * num_admitted(many[0], 400)
+    long, short = ([waiting(**stream(4.0, num))] * 200 for num in (2000, 139))
+    by_limits = num_admitted(long, 400)
+    assert num_admitted(long, 400, lengths=LENGTHS[1]) == by_limits
+    expected = num_admitted(long, 400, lengths=LENGTHS[1], by_expectation=True)
+    assert expected == num_admitted(short, 400) > 1.5 * by_limits
 
 
 @pytest.mark.parametrize("num_host_blocks", [400, 1200, 2000])

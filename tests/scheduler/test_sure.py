@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.scheduler.build import LENGTHS, MAX_UTIL, NO_EVICT, paused, running, snapshot, waiting
+from tests.scheduler.build import (
+    LENGTHS,
+    MAX_UTIL,
+    NO_EVICT,
+    known_lengths,
+    paused,
+    running,
+    snapshot,
+    waiting,
+)
 from tests.scheduler.test_fast_paths import costs_of, crowds
 from tests.scheduler.test_plan_properties import snapshots
 from tokenflow.policies import TokenflowPolicy
@@ -19,7 +28,7 @@ from tokenflow.scheduler_load import Load
 from tokenflow.scheduler_rules import due_rows, due_slack_s
 from tokenflow.scheduler_sure import surely_back, surely_carried
 from tokenflow.scheduler_view import View, view_of
-from tokenflow.types import LengthEstimate, Snapshot
+from tokenflow.types import Snapshot
 
 POLICY = TokenflowPolicy()
 
@@ -62,10 +71,12 @@ def one_by_one(view: View) -> Load:
     return load
 
 
-@given(fast() | crowds() | snapshots())
+@given(snap=fast() | crowds() | snapshots(), by_expectation=st.booleans())
 @settings(max_examples=250, deadline=None)
-def test_a_load_that_is_surely_carried_is_carried_stream_by_stream(snap: Snapshot) -> None:
-    view = view_of(snap, POLICY)
+def test_a_load_that_is_surely_carried_is_carried_stream_by_stream(
+    snap: Snapshot, by_expectation: bool
+) -> None:
+    view = view_of(snap, TokenflowPolicy(load_by_expectation=by_expectation))
     if len(view.waiting) and surely_carried(view):
         assert one_by_one(view).num_admitted(view.waiting) == len(view.waiting)
 
@@ -135,17 +146,12 @@ def test_nothing_is_sure_on_a_slow_engine_or_where_kv_is_lost() -> None:
 
 def test_short_answers_take_short_turns() -> None:
     """12 of 100 tokens at most, but all that were seen had 3: the pool holds 8, and each turn of 3
-    computes all of its KV again."""
-    lengths = LengthEstimate(
-        lengths=np.array([0.0, 3.0]),
-        survival=np.array([1.0, 1e-9]),
-        restricted_means=np.array([0.0, 3.0]),
-    )
+    computes all of its KV again. By their limits turns are longer, and that is carried."""
     blocks = {"num_prompt_tokens": 128, "num_blocks_needed": 4, "num_blocks_final": 7}
     rows = [waiting(max_tokens=100, read_rate=6.0, **blocks)] * 12
     sizes = {"num_total_blocks": 40, "capacity_policy": MAX_UTIL, "costs": costs_of(20.0, 0.2)}
-    view = view_of(snapshot(rows, lengths=lengths, **sizes), POLICY)
-    assert one_by_one(view).num_admitted(view.waiting) < 12
-    assert not surely_carried(view)
-    unknown = view_of(snapshot(rows, **sizes), POLICY)
-    assert surely_carried(unknown)
+    snap = snapshot(rows, lengths=known_lengths((3, 1e-9)), **sizes)
+    by_expectation = view_of(snap, TokenflowPolicy(load_by_expectation=True))
+    assert one_by_one(by_expectation).num_admitted(by_expectation.waiting) < 12
+    assert not surely_carried(by_expectation)
+    assert surely_carried(view_of(snap, POLICY))
