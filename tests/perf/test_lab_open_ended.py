@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from perf.lab import setups
+from perf.lab.policies import POLICIES, planner_of
 from perf.lab.runs import Cell, run_cell
 from perf.lab.traces import TraceError, read_trace, write_trace
 from perf.lab.warm_up import learned_lengths
 from perf.virtual.values import SimRequest
 from tests.scheduler.build import running, snapshot
+from tokenflow import metrics
+from tokenflow.policies import TokenflowPolicy
 
 OPEN_ENDED = setups.find("open-ended")
 
@@ -46,6 +50,29 @@ def test_a_warm_server_serves_them_better_than_one_that_does_not_learn() -> None
     assert learning["share_stalled"] == not_learning["share_stalled"] == 0
     assert learning["effective_throughput"] > 1.08 * not_learning["effective_throughput"]
     assert learning["ttft_p99_s"] <= 1.01 * not_learning["ttft_p99_s"]
+
+
+@pytest.mark.parametrize("by_expectation", [False, True])
+def test_a_crowd_with_longer_answers_than_others_had_stalls_only_if_that_was_chosen(
+    by_expectation: bool,
+) -> None:
+    """54 whom the engine can just serve, after 256 answers of a seventh of the length."""
+    engine = setups.engine(setups.find("4090-a"))
+    crowd = [
+        SimRequest(
+            arrival_time=1e-3 * i,
+            num_prompt_tokens=452 + (37 * i) % 120,
+            max_tokens=2048,
+            read_rate=20.0,
+        )
+        for i in range(54)
+    ]
+    policy = TokenflowPolicy(load_by_expectation=by_expectation)
+    row = dataclasses.replace(POLICIES["tokenflow"], make_planner=planner_of(policy))
+    result = row.run(crowd, engine, until=1e5, answered=[request(300, 2048)] * 256)
+    waits = [metrics.waits_s(stream).max() for stream in result.streams()]
+    num_stalled = sum(wait > metrics.CLIENT_VISIBLE_STALL_S for wait in waits)
+    assert num_stalled == (54 if by_expectation else 0)
 
 
 def test_a_limit_below_the_answer_is_refused(tmp_path: Path) -> None:
