@@ -27,13 +27,11 @@ _NUM_UNENDING = 4
 """So many answers that go on for ever are taken to have been seen: a few that ended say little, and
 what is longer than all that were seen may be as long as it is allowed to be."""
 
-
 _LONGEST = 1 << 16
 """Tokens. Of an answer that ended later it counts only that it was longer."""
 
 _FIT_INTERVAL_S = 1.0
-"""Between two fits. Answers that get longer than all others were are to be seen soon, or too many
-are taken in beside them."""
+"""Between two fits. Answers that get longer than all others were are to be seen soon."""
 
 
 class OutputLengths:
