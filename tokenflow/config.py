@@ -154,13 +154,13 @@ class ServingConfig:
     )
     learn_output_lengths: bool = _field(
         True,
-        "share out what is made in excess as if answers were as long as those that ended by "
-        "themselves, not as long as max_tokens allows",
+        "share out what is made in excess by how long answers are expected to be, as others ended, "
+        "not by max_tokens",
     )
     admit_by_expected_lengths: bool = _field(
         False,
-        "let newcomers in as if they were, too: sooner, but readers stall where answers become "
-        "longer than they used to be",
+        "let newcomers in by how long answers are expected to be (needs learn_output_lengths), not "
+        "by max_tokens: sooner, but readers stall where answers become longer than they used to be",
     )
     lease_tokens: int = _field(
         0,

@@ -50,8 +50,7 @@ class Needs:
         self._sessions = view.snapshot.sessions
         # Nobody can be given more than a token a step; a reader that is faster waits for each.
         self._rate = np.minimum(self._sessions.read_rate, 1.0 / view.step_s)
-        by_limits = not view.policy.load_by_expectation
-        self._left_s = (view.num_to_come if by_limits else view.num_expected_to_come) / self._rate
+        self._left_s = view.num_in_load_to_come / self._rate
         self._begin_s = self._seconds_to_begin()
         self._end_s = self._begin_s + self._left_s
         times = self._borders(served)

@@ -229,6 +229,11 @@ class View:
             return self.num_expected
         return self.snapshot.sessions.max_tokens
 
+    @property
+    def num_in_load_to_come(self) -> IntArray:
+        """The same of what is left."""
+        return self.num_expected_to_come if self.policy.load_by_expectation else self.num_to_come
+
     @lazy
     def num_left(self) -> int:
         """Tokens that everybody together is expected to generate yet."""

@@ -80,12 +80,11 @@ def behind_full_machine(
 
 
 def _later_in_life(request: SimRequest, share: float) -> SimRequest:
-    num_done, limit_tokens = int(share * request.max_tokens), request.limit_tokens
+    num_done = int(share * request.max_tokens)
     return replace(
         request,
         num_prompt_tokens=request.num_prompt_tokens + num_done,
         max_tokens=request.max_tokens - num_done,
-        limit_tokens=None if limit_tokens is None else limit_tokens - num_done,
     )
 
 

@@ -16,6 +16,7 @@ from perf.virtual.values import SimRequest
 from tests.scheduler.build import running, snapshot
 from tokenflow import metrics
 from tokenflow.policies import TokenflowPolicy
+from tokenflow.types import EndReason
 
 OPEN_ENDED = setups.find("open-ended")
 
@@ -52,6 +53,16 @@ def test_a_warm_server_serves_them_better_than_one_that_does_not_learn() -> None
     assert learning["ttft_p99_s"] <= 1.01 * not_learning["ttft_p99_s"]
 
 
+def test_two_machines_end_them_where_one_does() -> None:
+    work = [
+        dataclasses.replace(r, arrival_time=0.1 * i)
+        for i, r in enumerate(setups.requests(OPEN_ENDED, 1)[:6])
+    ]
+    result = POLICIES["disaggregated"].run(work, setups.engine(OPEN_ENDED), until=1e5)
+    assert [len(q.token_times) for q in result.seqs] == [r.max_tokens for r in work]
+    assert {q.end for q in result.seqs} == {EndReason.STOP}
+
+
 @pytest.mark.parametrize("by_expectation", [False, True])
 def test_a_crowd_with_longer_answers_than_others_had_stalls_only_if_that_was_chosen(
     by_expectation: bool,
@@ -80,6 +91,6 @@ def test_a_limit_below_the_answer_is_refused(tmp_path: Path) -> None:
         request(10, 9)
     path = tmp_path / "trace.csv"
     write_trace(path, [request(10, 10)])
-    path.write_text(path.read_text().replace(",10\r\n", ",9\r\n").replace(",10\n", ",9\n"))
+    path.write_text(path.read_text().replace(",10\n", ",9\n"))
     with pytest.raises(TraceError, match=r"line 2, column limit_tokens: .* got 9 and 10"):
         read_trace(path)

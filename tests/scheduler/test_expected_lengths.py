@@ -6,10 +6,10 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.scheduler.build import LENGTHS, MAX_UTIL, running, waiting
+from tests.scheduler.build import LENGTHS, MAX_UTIL, known_lengths, running, waiting
 from tests.scheduler.decisions import decide
 from tests.scheduler.test_fast_paths import crowds, unbalanced
 from tests.scheduler.test_plan_properties import snapshots
@@ -44,8 +44,7 @@ def test_orders_shares_and_the_load_go_by_what_is_expected(
     snap = dataclasses.replace(snap, lengths=lengths)
     policy = TokenflowPolicy(tail_share=tail_share, max_arrival_gaps=0.0, load_by_expectation=True)
     known, alike = view_of(snap, policy), view_of(limited(snap), policy)
-    if len(known.running) < len(alike.running) or len(known.running) > len(alike.running):
-        return  # somebody would end by the next step
+    assume(len(known.running) == len(alike.running))  # nobody would end by the next step
     assert known.num_left == alike.num_left
     rows = np.arange(len(snap.sessions))
     assert is_low(known, rows).tolist() == is_low(alike, rows).tolist()
@@ -73,3 +72,12 @@ def test_nobody_yields_to_one_that_may_not_end_in_time(lengths: LengthEstimate |
         lengths=lengths,
     )
     assert not decision.pause
+
+
+def test_one_that_is_expected_to_end_may_still_yield() -> None:
+    """All that were seen had 101 tokens. It has 100, and a newcomer waits."""
+    rich = running(25.0, num_generated=100)
+    rows, known = [rich, waiting()], known_lengths((101, 1e-9))
+    decision = decide(rows, max_batch_size=1, lengths=known)
+    assert (decision.pause, decision.admit) == ((10,), (11,))
+    assert decision == decide(rows, max_batch_size=1)
