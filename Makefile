@@ -116,7 +116,7 @@ lab: $(READY)  ## every policy on the paper's set-ups, in virtual time; tables, 
 	OMP_NUM_THREADS=1 $(BIN)/python -m perf.assumptions --jobs $(JOBS)
 	$(MAKE) sweep
 
-sweep: $(READY)  ## parameters of the scheduler over seeds, with intervals; about ten minutes with JOBS=2
+sweep: $(READY)  ## parameters of the scheduler over seeds, with intervals; about twenty minutes with JOBS=2
 	$(SWEEP) 4090-b,4090-c --param conservativeness=1,2,5,20
 	$(SWEEP) 4090-b,4090-c --param plan_interval_s=0.02,0.1,0.5,1
 	$(SWEEP) 4090-b,4090-c --param min_quantum_s=0.25,0.5,2,4
@@ -126,7 +126,7 @@ sweep: $(READY)  ## parameters of the scheduler over seeds, with intervals; abou
 	$(SWEEP) open-ended,h200-open-ended --rate 20 --name open_ended \
 	  --param learn_output_lengths=false --param load_by_expectation=true
 
-rules: $(READY)  ## what each rule of the scheduler is worth, SEEDS=1-3 for intervals; about half an hour
+rules: $(READY)  ## what each rule of the scheduler is worth, SEEDS=1-3 for intervals; about forty minutes with JOBS=2
 	OMP_NUM_THREADS=1 $(BIN)/python -m perf.rules --jobs $(JOBS) --seeds $(SEEDS)
 
 docs: $(READY)  ## rewrite the generated tables of README and docs

@@ -21,7 +21,7 @@ from perf.lab.measures import Record
 from perf.lab.policies import policies
 from perf.lab.runs import Cell
 from perf.lab.setups import Setup
-from perf.simulate import comma_separated, interruptible, prepare, say, seeds, whole, write
+from perf.simulate import add_runs, comma_separated, interruptible, prepare, say, write
 from tokenflow.errors import TokenFlowError
 
 RESULTS = Path(__file__).parent / "results" / "assumptions.json"
@@ -72,10 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--setup", type=comma_separated, default=["h200-burst-400"])
     parser.add_argument("--policies", type=comma_separated, default=DEFAULT_POLICIES)
-    parser.add_argument("--seeds", "--seed", type=seeds, default=[1], help="1 or 1,2,3 or 1-5")
-    parser.add_argument("--jobs", type=whole, default=1, help="processes (default 1)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="FILE")
+    add_runs(parser, RESULTS)
     return parser
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from perf.lab import rule_outcomes, rule_setups, rule_tables, rules, runs
 from perf.lab.rules import VARIANTS
-from perf.simulate import comma_separated, interruptible, prepare, say, seeds, whole, write
+from perf.simulate import add_runs, comma_separated, interruptible, prepare, say, write
 
 RESULTS = Path(__file__).parent / "results" / "rules.json"
 
@@ -56,10 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         "--setups", type=comma_separated, default=list(rule_setups.DEFAULT_SETUPS), metavar="A,B,C"
     )
     parser.add_argument("--rules", type=comma_separated, metavar="NAME,NAME", help="only these")
-    parser.add_argument("--seeds", "--seed", type=seeds, default=[1], help="1 or 1,2,3 or 1-5")
-    parser.add_argument("--jobs", type=whole, default=1, help="processes (default 1)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="FILE")
+    add_runs(parser, RESULTS)
     return parser
 
 

@@ -283,14 +283,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
-    """What every command that runs cells takes."""
+    """What commands take that change set-ups and their requests."""
     parser.add_argument("--rate", type=positive, help="tokens/s of all readers (6 or 20)")
     parser.add_argument("--host-gb", type=float, help="host memory, 10^9 bytes (0, 32 or 128)")
+    parser.add_argument("--trace-in", type=Path, help="CSV: requests instead of the set-up's")
+    add_runs(parser)
+
+
+def add_runs(parser: argparse.ArgumentParser, output: Path | None = None) -> None:
+    """What every command that runs cells takes. output: where the JSON is written by default."""
     parser.add_argument("--seeds", "--seed", type=seeds, default=[1], help="1 or 1,2,3 or 1-5")
     parser.add_argument("--jobs", type=whole, default=1, help="processes (default 1)")
-    parser.add_argument("--trace-in", type=Path, help="CSV: requests instead of the set-up's")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there, too")
+    parser.add_argument(
+        "--output", type=Path, default=output, metavar="FILE", help="write the JSON there, too"
+    )
 
 
 def interruptible(run: Callable[[], int]) -> int:

@@ -225,6 +225,11 @@ class ServingConfig:
                 "kv_tiering",
                 "needs scheduling_policy tokenflow: nobody else says what is to be copied",
             )
+        if self.admit_by_expected_lengths and not self.learn_output_lengths:
+            raise ConfigError(
+                "admit_by_expected_lengths",
+                "needs learn_output_lengths: else nothing is known but max_tokens",
+            )
         if self.lora_cache_optimal_adapter_size > self.lora_cache_max_adapter_size:
             raise ConfigError(
                 "lora_cache_optimal_adapter_size",

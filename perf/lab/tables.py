@@ -159,9 +159,8 @@ def rows(cell: Mapping[str, Record], *, with_wall: bool = True) -> list[list[str
 
 def variant_rows(cell: Mapping[str, Record]) -> list[list[str]]:
     """Header and rows as text, a row for each policy or variant, with the main figures."""
-    texts = dict(ROWS)
     table = [["", *_VARIANT_COLUMNS]]
-    table += [[n, *(texts[c](record) for c in _VARIANT_COLUMNS)] for n, record in cell.items()]
+    table += [[n, *figures(record, *_VARIANT_COLUMNS)] for n, record in cell.items()]
     return table
 
 
@@ -238,7 +237,6 @@ def overview_rows(
 ) -> list[list[str]]:
     """Header and rows: `ours` on each set-up that it was run on, with its ratios to the baseline
     and the goals that it meets."""
-    texts = dict(ROWS)
     names = (
         "first token, mean",
         "first token, P99",
@@ -259,7 +257,7 @@ def overview_rows(
         head = [record["setup"], rate, f"{record['host_gb']:g}", f"{record['load']:.2f}"]
         raw = "–" if record["raw_bound"] is None else f"{record['raw_bound']:,.0f} tok/s"
         head += [f"{record['ttft_bound_p99_s']:.2f} s", raw]
-        table.append([*head, *(texts[name](record) for name in names), met])
+        table.append([*head, *figures(record, *names), met])
     return table
 
 
@@ -267,7 +265,6 @@ def ablation_rows(cell: Mapping[str, Record], paper: Mapping[str, float]) -> lis
     """Header and rows: seconds to completion of each policy and how much longer than the first one;
     the same of the paper where it has a row of that name; and what it does to readers."""
     first = next(iter(cell))
-    texts = dict(ROWS)
     names = ("first token, P99", "effective throughput", "readers with a stall > 250 ms")
     table = [["", "completion", "", "the paper's", "", *names]]
     for name, record in cell.items():
@@ -276,7 +273,7 @@ def ablation_rows(cell: Mapping[str, Record], paper: Mapping[str, float]) -> lis
         known, base = paper.get(name), paper.get(first)
         shown = "–" if known is None else f"{known:.2f} s"
         row += [shown, "" if known is None or base is None else _longer(known, base)]
-        table.append([*row, *(texts[name](record) for name in names)])
+        table.append([*row, *figures(record, *names)])
     return table
 
 

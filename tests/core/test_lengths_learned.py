@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from tests.core.harness import CONFIG, ChosenPlanner, Harness
+from tokenflow.errors import ConfigError
 from tokenflow.inflight.scripts import expected
 from tokenflow.types import Decision, LengthEstimate, Snapshot
 
@@ -107,3 +109,9 @@ def test_nothing_is_learned_where_that_is_turned_off() -> None:
     h, looking = served(learn_output_lengths=False)
     stop(h, PROMPT, 7)
     assert look(h, looking) is None
+
+
+def test_nobody_is_let_in_by_lengths_that_are_not_learned() -> None:
+    with pytest.raises(ConfigError, match="needs learn_output_lengths") as error:
+        replace(CONFIG, admit_by_expected_lengths=True, learn_output_lengths=False)
+    assert error.value.args[0].startswith("admit_by_expected_lengths")
