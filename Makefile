@@ -70,7 +70,8 @@ check: $(READY)  ## ruff and mypy
 test: check model  ## every check and test, the real server included
 	@status=0; set -x; \
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not e2e" || status=1; \
-	$(TEST_ENV) $(BIN)/python -m pytest -m e2e || status=1; \
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile -m "e2e and not alone" || status=1; \
+	$(TEST_ENV) $(BIN)/python -m pytest -m "e2e and alone" || status=1; \
 	exit $$status
 
 test-trtllm:  ## on a machine with TensorRT-LLM: every section of its suite, ENGINE=folder

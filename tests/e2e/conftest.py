@@ -1,4 +1,4 @@
-"""A real server with the scripted engine, once per session, and a clean machine afterwards.
+"""A real server with the scripted engine, once per worker, and a clean machine afterwards.
 
 The scripted engine counts: the token after id n is n + 1. Its tokenizer has a token per byte.
 """
@@ -27,8 +27,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.e2e)
-            # One worker of a parallel run starts the servers of this folder.
-            item.add_marker(pytest.mark.xdist_group("e2e"))
 
 
 @pytest.fixture(scope="session")

@@ -46,6 +46,7 @@ def make_requests(tokenizer: FileTokenizer) -> list[ClientRequest]:
 
 
 @pytest.mark.e2e
+@pytest.mark.alone
 @pytest.mark.torch
 def test_newcomers_start_sooner_and_the_trace_explains_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

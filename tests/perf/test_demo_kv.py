@@ -54,6 +54,7 @@ def make_requests(tokenizer: FileTokenizer) -> list[ClientRequest]:
 
 
 @pytest.mark.e2e
+@pytest.mark.alone
 @pytest.mark.torch
 def test_the_pool_is_short_and_the_host_makes_room(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model")
