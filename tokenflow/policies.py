@@ -56,8 +56,9 @@ class TokenflowPolicy:
     max_bypass_s, max_passes: others may overtake a newcomer that does not fit until it has waited
         so long; at most so many are passed over in one plan.
     max_machine_pause_s, max_machine_pauses: a stream without a reader is due again after so long,
-        and paused at most so often, but for a reader that would stall: its paused time is bounded
-        by the product, while nobody else's reading depends on it.
+        and yields at most so often, but to a reader that would stall: its paused time is bounded
+        by the product, while nobody else's reading depends on it and somebody else may yield. If
+        nobody may, it waits for the first of those in the engine to end.
     low_share, high_share, worthless_share: unread tokens as a share of the request's output. At
         a reschedule a stream at or above high yields to one under low that is read out within
         low_slack_s; where readers take a share of what the engine makes, within that share of it,

@@ -31,16 +31,15 @@ from tokenflow.scheduler_ahead import announced, prefetch, write_through
 from tokenflow.scheduler_balance import exchange
 from tokenflow.scheduler_crowd import Step, place_crowd
 from tokenflow.scheduler_draft import Draft
+from tokenflow.scheduler_fixed import FixedShare
 from tokenflow.scheduler_forecast import PrefillBudget, can_bring_back
 from tokenflow.scheduler_load import Load
 from tokenflow.scheduler_rules import (
     Pool,
     Victims,
-    admissible,
     blocks_left_at_full_length,
     due_rows,
     excess_order,
-    half_kept,
     is_low,
     victims,
 )
@@ -153,7 +152,8 @@ def _place_waiting(view: View, draft: Draft, able: Victims) -> bool:
 
     Pauses are drafted greedily, then cut back to what leaves every paused stream its way back.
     """
-    able_rows = admissible(view, draft)
+    fixed = FixedShare(view, draft)
+    able_rows = fixed.admissible()
     if not len(able_rows):
         return False
     p = _priorities(view, able_rows)
@@ -167,10 +167,10 @@ def _place_waiting(view: View, draft: Draft, able: Victims) -> bool:
     steps = place_crowd(view, trial, able, rows, load, prefill)
     pool, num_passed, head = Pool(trial, able), 0, -1
     for row in rows[len(steps) :].tolist():
+        if not fixed.allows(row):
+            continue
         if num_passed > view.policy.max_passes or not load.admits(row) or not prefill.allows(row):
             break
-        if not half_kept(view, trial, row):
-            continue
         chosen = pool.for_row(trial, row, prefill.seconds(row))
         if chosen is None:
             if _must_hold(view, row):
@@ -182,6 +182,7 @@ def _place_waiting(view: View, draft: Draft, able: Victims) -> bool:
         pool.take_out(chosen)
         load.add(row)
         prefill.take(row)
+        fixed.take(row)
         steps.append((row, chosen))
     back = _brought_back(view, draft, trial, steps)
     draft.adopt(back)
@@ -298,15 +299,16 @@ def _place_rest(view: View, draft: Draft) -> None:
     for row in draft.admit:
         prefill.take(row)
     s, blocks_left = view.snapshot.sessions, blocks_left_at_full_length(view, draft)
-    limit = view.snapshot.kv.max_batch_size + view.policy.max_passes
-    for row in admissible(view, draft)[:limit].tolist():
+    limit, fixed = view.snapshot.kv.max_batch_size + view.policy.max_passes, FixedShare(view, draft)
+    for row in fixed.admissible()[:limit].tolist():
         if draft.slots < 1 or not prefill.allows(row):
             return
-        if draft.named(row) or not half_kept(view, draft, row):
+        if draft.named(row) or not fixed.allows(row):
             continue
         if draft.fits(row) and s.num_blocks_final[row] <= blocks_left:
             draft.place(row, "free room")
             prefill.take(row)
+            fixed.take(row)
             blocks_left -= int(s.num_blocks_final[row])
         elif _must_hold(view, row):
             return

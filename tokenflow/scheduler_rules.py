@@ -223,8 +223,8 @@ def _yielding_order(view: View, rows: IntArray) -> IntArray:
 
 def due_rows(view: View) -> list[int]:
     """Paused rows that must come back now, most urgent first: S <= κ·t_resume + ε + plan interval,
-    or, without a reader, paused for the longest time allowed. At most what one plan can place and
-    pass over."""
+    or, without a reader, paused for the longest time allowed: as urgent as a reader that runs dry
+    now, and after it. At most what one plan can place and pass over."""
     s, policy = view.snapshot.sessions, view.policy
     rows = view.paused
     if not len(rows) or _surely_not_due(view, rows):
@@ -239,7 +239,7 @@ def due_rows(view: View) -> list[int]:
         return []
     wait_s = view.snapshot.now - s.wait_since_time[rows]
     urgency = np.where(s.has_reader[rows] & s.started[rows], s.slack_s[rows], 0.0)
-    order = np.lexsort((-wait_s, urgency))
+    order = np.lexsort((-wait_s, ~s.has_reader[rows], urgency))
     limit_rows = view.snapshot.kv.max_batch_size + policy.max_passes
     result: list[int] = rows[order[:limit_rows]].tolist()
     return result
@@ -266,46 +266,9 @@ def due_slack_s(view: View, rows: IntArray) -> FloatArray:
     return limit + (policy.slack_margin_s + view.snapshot.costs.plan_interval_s)
 
 
-def half_kept(view: View, draft: Draft, row: int) -> bool:
-    """True unless `row` can never be paused and its kind would hold more than half of the engine.
-
-    One alone may be larger than half, or it could never run.
-    """
-    s, kv = view.snapshot.sessions, view.snapshot.kv
-    if s.pausable[row]:
-        return True
-    fixed = _fixed(view, draft)
-    num_blocks = int(s.num_blocks_final[fixed].sum()) + int(s.num_blocks_final[row])
-    return not fixed or (
-        2 * (len(fixed) + 1) <= kv.max_batch_size and 2 * num_blocks <= kv.num_total_blocks
-    )
-
-
 def blocks_left_at_full_length(view: View, draft: Draft) -> int:
     """Blocks that stay free when everybody in the engine, with those drafted, grows to the end."""
     final = view.snapshot.sessions.num_blocks_final
     num_blocks = int(final[view.running].sum()) + int(final[view.starting].sum())
     num_blocks += int(final[[*draft.resume, *draft.admit]].sum()) - int(final[draft.pause].sum())
     return view.snapshot.kv.num_total_blocks - num_blocks
-
-
-def _fixed(view: View, draft: Draft) -> list[int]:
-    """Rows in the engine, with those drafted, that can never be paused."""
-    pausable = view.snapshot.sessions.pausable
-    present = [*view.running.tolist(), *view.starting.tolist(), *draft.admit]
-    return [row for row in present if not pausable[row]]
-
-
-def admissible(view: View, draft: Draft) -> IntArray:
-    """Waiting rows, without those of a kind that already holds its half of the slots: however many
-    they are and however long they wait, they are in nobody's way."""
-    if view.all_pausable:
-        return view.waiting
-    pausable = view.snapshot.sessions.pausable[view.waiting]
-    if pausable.all():
-        return view.waiting
-    num_fixed = len(_fixed(view, draft))
-    if not num_fixed or 2 * (num_fixed + 1) <= view.snapshot.kv.max_batch_size:
-        return view.waiting
-    result: IntArray = view.waiting[pausable]
-    return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from perf.virtual.values import SimEngine, SimRequest
 from perf.virtual.workloads import demo, machines, sustained
 from tests.scheduler.build import MAX_UTIL as MAX_UTIL_POLICY
-from tests.scheduler.build import running, snapshot, waiting
+from tests.scheduler.build import NOW, paused, running, snapshot, waiting
 from tests.scheduler.outcomes import MAX_UTIL, NO_EVICT, Outcome, all_served, worst_stall_s
 from tokenflow.policies import TokenflowPolicy
 from tokenflow.scheduler import plan
@@ -159,6 +160,73 @@ def test_the_bounds_on_machine_pauses_are_the_policys() -> None:
         if every > 1:  # readers among them come back in time, and make room for the others
             longest_s = 3.0 + policy.max_bypass_s + 1.0
             assert all(q.usage.paused_s <= q.num_pauses * longest_s for q in found if q.usage)
+
+
+@pytest.mark.parametrize("capacity_policy", [NO_EVICT, MAX_UTIL])
+def test_kinds_that_find_no_blocks_left_of_their_half_are_in_nobody_s_way(
+    capacity_policy: str,
+) -> None:
+    """Two of them have 46 of the 48 blocks that their kind may hold: however many wait, whoever
+    comes later starts at once."""
+    fixed = [
+        SimRequest(
+            arrival_time=0.01 * i,
+            num_prompt_tokens=380,
+            max_tokens=350,
+            pausable=False,
+            kind="fixed",
+        )
+        for i in range(40)
+    ]
+    readers = [
+        SimRequest(arrival_time=3.0 + i, num_prompt_tokens=50, max_tokens=60, kind="newcomer")
+        for i in range(12)
+    ]
+    engine = SimEngine(num_total_blocks=96, capacity_policy=capacity_policy)
+    run = Outcome([*fixed, *readers], engine)
+    assert max(run.ttft("newcomer")) <= 1.5
+    assert all_served(run.result)
+
+
+@pytest.mark.parametrize("capacity_policy", [NO_EVICT, MAX_UTIL])
+def test_a_large_one_of_such_a_kind_is_not_overtaken_by_small_ones_for_ever(
+    capacity_policy: str,
+) -> None:
+    """It wants 44 of the 48 blocks that its kind may hold, and there is always a small one."""
+    fixed = {"pausable": False, "kind": "small"}
+    small = [
+        SimRequest(arrival_time=2.0 * i, num_prompt_tokens=60, max_tokens=100, **fixed)
+        for i in range(60)
+    ]
+    large = SimRequest(
+        arrival_time=3.0, num_prompt_tokens=900, max_tokens=500, pausable=False, kind="large"
+    )
+    engine = SimEngine(num_total_blocks=96, capacity_policy=capacity_policy)
+    run = Outcome([*small, large], engine)
+    assert run.ttft("large")[0] <= 15.0
+    assert all_served(run.result)
+
+
+def test_one_that_its_kind_leaves_no_blocks_holds_up_its_kind_alone() -> None:
+    """Once it has waited for as long as others may overtake it."""
+
+    def decide(waited_s: float) -> tuple[int, ...]:
+        rows = [
+            running(1.0, pausable=False, num_blocks_held=20, num_blocks_final=20),
+            waiting(arrival_time=NOW - waited_s, pausable=False, num_blocks_final=40),
+            waiting(pausable=False),
+            waiting(),
+        ]
+        return plan(snapshot(rows, max_batch_size=8, num_total_blocks=100), POLICY).admit
+
+    assert set(decide(POLICY.max_bypass_s - 1.0)) == {12, 13}
+    assert decide(POLICY.max_bypass_s + 1.0) == (13,)
+
+
+def test_of_those_that_are_due_a_reader_that_runs_dry_comes_before_a_machine() -> None:
+    machine = paused(math.inf, has_reader=False, wait_since_time=NOW - 100)
+    rows = [running(30.0), machine, paused(0.0)]
+    assert plan(snapshot(rows, max_batch_size=1), POLICY).resume == (12,)
 
 
 def test_what_is_about_to_start_counts_against_the_half() -> None:

@@ -26,9 +26,10 @@ from tokenflow.policies import TokenflowPolicy, WaitForm, rank
 from tokenflow.scheduler_balance import exchange
 from tokenflow.scheduler_crowd import place_crowd
 from tokenflow.scheduler_draft import Draft
+from tokenflow.scheduler_fixed import FixedShare
 from tokenflow.scheduler_forecast import PrefillBudget
 from tokenflow.scheduler_load import Load
-from tokenflow.scheduler_rules import Pool, half_kept, is_low, victims
+from tokenflow.scheduler_rules import Pool, is_low, victims
 from tokenflow.scheduler_view import View, view_of
 from tokenflow.types import CostEstimate, Snapshot
 
@@ -125,7 +126,7 @@ def test_a_crowd_is_placed_as_one_by_one(snap: Snapshot) -> None:
     for row, chosen in steps:
         assert plain_load.admits(row)
         assert plain_prefill.allows(row)
-        assert half_kept(view, one_by_one, row)
+        assert FixedShare(view, one_by_one).allows(row)
         assert pool.for_row(one_by_one, row, plain_prefill.seconds(row)) == list(chosen)
         one_by_one.place(row, "waiting", chosen)
         pool.take_out(chosen)
