@@ -22,8 +22,6 @@ from tokenflow.types import GenerateRequest, SessionColumns, SessionState
 
 _S = SessionState
 
-_WAITING_STATES = frozenset({_S.WAITING, _S.PREEMPTED})
-
 
 class SessionTable:
     """All unfinished sessions, as objects and as columns, in order of arrival."""
@@ -119,7 +117,7 @@ class SessionTable:
         rows.set_int("state", slot, state)
         if state is _S.WAITING:
             self._wait_again(session)
-        if state in _WAITING_STATES:
+        elif state is _S.PREEMPTED:
             rows.set_float("wait_since_time", slot, now)
         elif state is _S.RUNNING:
             if not session.renews_lease:  # to its reader, a renewal is no interruption
@@ -262,9 +260,11 @@ class SessionTable:
         self._progressed[slot] = session
 
     def _wait_again(self, session: Session) -> None:
-        """Back among those that wait. Put in order when somebody asks: a loss brings back many."""
+        """Back among those that wait, with its place by arrival. Put in order when somebody asks: a
+        loss brings back many."""
         self._waiting[session.handle] = session
         self._is_waiting_in_order = False
+        self._rows.set_float("wait_since_time", session.slot, session.request.arrival_time)
 
     def _write_progress(self) -> None:
         """Bring the rows of those that got tokens, or have just come, up to date."""

@@ -153,7 +153,9 @@ class Model:
             asked = self.asked[self.h.coordinator.table.at_slot(slot).handle]
             if state == SessionState.RUNNING:
                 assert running_since == asked.running_since
-            elif state in (SessionState.WAITING, SessionState.PREEMPTED):
+            elif state == SessionState.WAITING:
+                assert wait_since == asked.request.arrival_time
+            elif state == SessionState.PREEMPTED:
                 assert wait_since == asked.since
 
     def check(self) -> None:

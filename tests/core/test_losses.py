@@ -12,6 +12,8 @@ from tests.support.stepped import LOSS
 from tokenflow.config import ServingConfig
 from tokenflow.errors import LAST_OUTPUT
 from tokenflow.executor.api import SamplingConfig
+from tokenflow.policies import TokenflowPolicy
+from tokenflow.scheduler import plan
 from tokenflow.types import EndReason, SessionState
 
 S = SessionState
@@ -205,6 +207,30 @@ def test_those_that_wait_again_keep_their_order_of_arrival() -> None:
     h.plan()
     assert h.end_of(first) is EndReason.ERROR  # waited for 110 s
     assert h.end_of(second) is None
+
+
+def test_who_waits_again_is_not_overtaken_by_who_came_later() -> None:
+    """By the real plan, which goes by how long each has waited."""
+    policy = TokenflowPolicy()
+    config = replace(CONFIG, max_batch_size=1, max_num_tokens=16)
+    h = Harness(config, lambda snapshot: plan(snapshot, policy))
+    h.submit((3, 2, 1), 10)
+    h.run_to_empty()  # what the engine costs is known
+    first = h.submit(LONG_PROMPT, 5)
+    h.plan()
+    assert h.state(first) is S.PREFILLING
+    h.now += 0.5
+    second = h.submit(PROMPT, 5)
+    h.now += 0.5
+    h.lose_engine()
+    h.now += 5.0
+    h.start_engine()
+    h.plan()
+    assert h.state(first) is S.PREFILLING
+    assert h.state(second) is S.WAITING
+    h.run_to_empty()
+    h.expect_whole(first, LONG_PROMPT, 5)
+    h.expect_whole(second, PROMPT, 5)
 
 
 def test_a_stall_is_counted_from_the_last_sign_of_life() -> None:

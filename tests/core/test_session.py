@@ -122,6 +122,16 @@ def test_columns_follow_a_stream_through_pause_and_resume() -> None:
     assert session.usage(6.0).paused_s == pytest.approx(1.5)
 
 
+def test_who_waits_again_has_waited_since_its_arrival() -> None:
+    table = make_table()
+    session = table.add(1, make_request(1), 1.5)
+    assert table.columns(2.0).wait_since_time[0] == 1.0
+    table.enter_engine(session, 77, 3.0)
+    assert table.columns(3.0).wait_since_time[0] == 3.0
+    table.transition(session, S.WAITING, 4.0)
+    assert table.columns(5.0).wait_since_time[0] == 1.0
+
+
 def test_max_utilization_counts_what_is_filled() -> None:
     table = make_table(CapacitySchedulerPolicy.MAX_UTILIZATION)
     session = table.add(1, make_request(num_prompt=5, max_tokens=8), 0.0)
