@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from tokenflow.answers import Answers
 from tokenflow.config import ServingConfig
 from tokenflow.costs import CostModel
-from tokenflow.deadlines import Deadlines
 from tokenflow.engine_side import EngineSide
 from tokenflow.executor.api import (
     CapacitySchedulerPolicy,
@@ -82,7 +81,6 @@ class Coordinator:
             max_input_len=engine.max_input_len,
             lease_tokens=config.lease_tokens,
         )
-        self._deadlines = Deadlines(lambda handle: self.table.get(handle) is not None)
         self._engine = EngineSide(executor, config, self.table, self._answers, self.costs, lengths)
         self._commands, self._feedback = self._engine.commands, self._engine.feedback
         self._holds = Holds(
@@ -111,7 +109,6 @@ class Coordinator:
             return
         session = self.table.add(handle, request, now)
         self._engine.arrived(session, now)
-        self._deadlines.add(handle, session.deadline)
         self._needs_plan = True
         self._tracer.record(
             "arrival",
@@ -272,7 +269,7 @@ class Coordinator:
             return self._last_plan_time
         runs_change = self._capacity_policy is CapacitySchedulerPolicy.MAX_UTILIZATION
         runs_change |= self._commands.has_tiering  # blocks fill, and may be copied
-        due = self._deadlines.next_time()
+        due = self.table.deadlines.next_time()
         waits = self.table.count(_S.WAITING, _S.PREEMPTED)
         if waits or (runs_change and self.table.count(_S.RUNNING)):
             due = min(due, self._last_plan_time + self._config.plan_interval_s)
@@ -300,7 +297,7 @@ class Coordinator:
     def _expire(self, now: float) -> None:
         """End requests past their own limit, those that waited too long for their start, and holds
         that lasted too long."""
-        for handle in self._deadlines.pop_due(now):
+        for handle in self.table.deadlines.pop_due(now):
             session = self.table.get(handle)
             if session is not None and not session.answered:
                 self._answers.timed_out(session, now)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from tokenflow.errors import InternalError
 from tokenflow.executor.api import CapacitySchedulerPolicy
+from tokenflow.instants import Instants
 from tokenflow.occupancy import Occupancy
 from tokenflow.reader import Reader, ReaderState
 from tokenflow.session import IN_ENGINE, TRANSITIONS, Session
@@ -24,7 +25,10 @@ _S = SessionState
 
 
 class SessionTable:
-    """All unfinished sessions, as objects and as columns, in order of arrival."""
+    """All unfinished sessions, as objects and as columns, in order of arrival.
+
+    deadlines: their own time limits.
+    """
 
     def __init__(
         self,
@@ -54,6 +58,7 @@ class SessionTable:
         self._progressed: dict[int, Session] = {}
         self._num_filled_blocks = 0
         self._counts = dict.fromkeys(SessionState, 0)
+        self.deadlines = Instants()
 
     def __len__(self) -> int:
         return len(self._by_handle)
@@ -90,6 +95,8 @@ class SessionTable:
         self._by_slot[slot] = session
         self._counts[session.state] += 1
         self._waiting[handle] = session
+        if request.timeout_s is not None:
+            self.deadlines.set(handle, session.deadline)
         self._fill_row(session)
         return session
 
@@ -309,6 +316,7 @@ class SessionTable:
         self._leave_engine(session)
         del self._by_handle[session.handle]
         del self._by_slot[session.slot]
+        self.deadlines.discard(session.handle)
         self._progressed.pop(session.slot, None)
         self._rows.give_back(session.slot)
 

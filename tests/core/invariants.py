@@ -13,12 +13,13 @@ from tests.core.harness import Harness
 from tests.core.watching import NO_EVICT, WatchedExecutor
 from tokenflow.cache_estimate import CacheEstimate
 from tokenflow.executor.kv_api import KvLocation
+from tokenflow.instants import Instants
 from tokenflow.session import IN_ENGINE, Session
 from tokenflow.types import SessionState
 
 S = SessionState
 RUNNING_STATES = (S.PREFILLING, S.RUNNING, S.RESUMING, S.CANCELLING)  # of the gauge
-_MIN_SWEEP = 64
+_MIN_SWEEP = 64  # of instants.py
 
 
 def engine_of(h: Harness) -> WatchedExecutor:
@@ -163,9 +164,15 @@ def check_counters(h: Harness) -> None:
     assert 0 <= num_queued <= table.count(*RUNNING_STATES)
     assert coordinator.num_held == sum(session.held_until is not None for session in live)
     assert coordinator.stalled_s(h.now) >= 0
-    deadlines = [s.deadline for s in live]
+    deadlines = [s.deadline for s in live if s.request.timeout_s is not None]
     assert coordinator.next_plan_time() <= min(deadlines, default=math.inf)
-    assert len(coordinator._deadlines) <= max(_MIN_SWEEP, 2 * len(deadlines))
+    check_instants(table.deadlines, at_least=len(deadlines), at_most=len(table))
+
+
+def check_instants(instants: Instants, at_least: int, at_most: int) -> None:
+    """So many are kept, and not many more entries."""
+    assert at_least <= len(instants) <= at_most
+    assert instants.num_entries <= max(_MIN_SWEEP, 2 * len(instants))
 
 
 def check_whereabouts(h: Harness) -> None:

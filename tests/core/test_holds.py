@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from tests.core.harness import CONFIG, ChosenPlanner, Harness
-from tokenflow.deadlines import Deadlines
 from tokenflow.executor.api import SamplingConfig
 from tokenflow.policies import FcfsReservePolicy, TokenflowPolicy
 from tokenflow.scheduler import plan
@@ -238,17 +237,18 @@ def test_a_request_ends_at_its_own_limit_with_what_it_has(state: SessionState) -
     h.expect_nothing_left()
 
 
-def test_many_short_requests_with_long_limits_leave_nothing_behind() -> None:
-    live: set[int] = set()
-    deadlines = Deadlines(lambda handle: handle in live)
-    for handle in range(10_000):
-        live.add(handle)
-        deadlines.add(handle, 1e6 + handle)
-        live.discard(handle - 3)
-        assert len(deadlines) <= 200
-    assert deadlines.next_time() == 1e6 + 9_997
-    assert deadlines.pop_due(2e6) == [9_997, 9_998, 9_999]
-    assert deadlines.next_time() == float("inf")
+def test_requests_with_limits_that_end_early_leave_nothing_behind() -> None:
+    h = Harness(replace(CONFIG, max_queue_size=300))
+    assert isinstance(h.planner, ChosenPlanner)
+    h.planner.hold = True
+    last, *others = [h.submit(PROMPT, 5, timeout_s=50.0 + n) for n in range(300)]
+    for handle in others:
+        h.coordinator.cancel(handle, h.now)
+    assert len(h.coordinator.table.deadlines) == 1
+    assert h.coordinator.table.deadlines.num_entries <= 64
+    h.now += 50.0
+    h.plan()
+    assert h.end_of(last) is EndReason.TIMEOUT
 
 
 def test_held_newcomers_take_no_place_in_the_queue() -> None:
