@@ -64,12 +64,13 @@ class Intake:
     def expire(self, now: float) -> None:
         """End those that waited too long for their start; the time of a hold does not count."""
         limit = self._config.max_queue_delay_s
-        for session in self._table.waiting_since_before(now - limit):
-            if session.held_until is None and session.hold_end_time < now - limit:
-                self._answers.counters.num_overloaded += 1
-                message = f"overloaded: not started within {limit} s (max_queue_delay_s)"
-                self._answers.failed(session, message, now, retryable=True)
-                self._table.transition(session, _S.FINISHED, now)
+        for handle in self._table.waits.pop_due(now - limit):
+            session = self._table.get(handle)
+            assert session is not None
+            self._answers.counters.num_overloaded += 1
+            message = f"overloaded: not started within {limit} s (max_queue_delay_s)"
+            self._answers.failed(session, message, now, retryable=True)
+            self._table.transition(session, _S.FINISHED, now)
 
     def _num_unstarted(self) -> int:
         """Requests that wait for a place: ours that their clients do not hold, and those in the

@@ -50,7 +50,7 @@ class Session:
     renews_lease: its lease has just ended, and no plan has given its place to others.
     num_losses: engines that were lost while they held the request.
     held_until: the client holds its stream paused until this instant; None = it does not.
-    hold_time: when the hold that is on, or the last one, began; hold_end_time: when it ended.
+    hold_time: when the hold that is on, or the last one, began.
     held_s: length of all holds that have ended.
     answered: the client already got its end; what the engine still says is discarded.
     names_lora_only: its last enqueue named its LoRA adapter without the weights.
@@ -82,7 +82,6 @@ class Session:
     num_losses: int = 0
     held_until: float | None = None
     hold_time: float = float("-inf")
-    hold_end_time: float = float("-inf")
     held_s: float = 0.0
     answered: bool = False
     names_lora_only: bool = False

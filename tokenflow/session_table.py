@@ -28,6 +28,8 @@ class SessionTable:
     """All unfinished sessions, as objects and as columns, in order of arrival.
 
     deadlines: their own time limits.
+    waits: since when those wait for their start that their clients do not hold; who was held, that
+        much later than its arrival.
     """
 
     def __init__(
@@ -53,12 +55,10 @@ class SessionTable:
         self._by_handle: dict[int, Session] = {}
         self._by_slot: dict[int, Session] = {}
         self._by_executor_id: dict[int, Session] = {}
-        self._waiting: dict[int, Session] = {}
-        self._is_waiting_in_order = True
         self._progressed: dict[int, Session] = {}
         self._num_filled_blocks = 0
         self._counts = dict.fromkeys(SessionState, 0)
-        self.deadlines = Instants()
+        self.deadlines, self.waits = Instants(), Instants()
 
     def __len__(self) -> int:
         return len(self._by_handle)
@@ -94,7 +94,7 @@ class SessionTable:
         self._by_handle[handle] = session
         self._by_slot[slot] = session
         self._counts[session.state] += 1
-        self._waiting[handle] = session
+        self._note_wait(session)
         if request.timeout_s is not None:
             self.deadlines.set(handle, session.deadline)
         self._fill_row(session)
@@ -114,16 +114,16 @@ class SessionTable:
         session.state = state
         session.last_transition_time = now
         self._counts[old] -= 1
-        if old is _S.WAITING:
-            del self._waiting[session.handle]
+        if _S.WAITING in (old, state):
+            self._note_wait(session)
         if state is _S.FINISHED:
             self._remove(session)
             return
         self._counts[state] += 1
         slot, rows = session.slot, self._rows
         rows.set_int("state", slot, state)
-        if state is _S.WAITING:
-            self._wait_again(session)
+        if state is _S.WAITING:  # again, with its place by arrival
+            rows.set_float("wait_since_time", slot, session.request.arrival_time)
         elif state is _S.PREEMPTED:
             rows.set_float("wait_since_time", slot, now)
         elif state is _S.RUNNING:
@@ -182,11 +182,11 @@ class SessionTable:
     def hold(self, session: Session, until: float | None, now: float) -> None:
         """The client holds the stream until then; None: not any more."""
         if until is None:
-            session.hold_end_time = now
             session.held_s += now - session.hold_time
         else:
             session.hold_time = now
         session.held_until = until
+        self._note_wait(session)
         self._rows.set_int("held", session.slot, until is not None)
 
     def lost_with_engine(self, session: Session) -> None:
@@ -233,18 +233,6 @@ class SessionTable:
         self._write_progress()
         return self._num_filled_blocks
 
-    def waiting_since_before(self, time: float) -> list[Session]:
-        """The WAITING sessions that arrived before `time`, in order of arrival."""
-        if not self._is_waiting_in_order:
-            self._waiting = dict(sorted(self._waiting.items()))
-            self._is_waiting_in_order = True
-        old: list[Session] = []
-        for session in self._waiting.values():
-            if session.request.arrival_time >= time:
-                break
-            old.append(session)
-        return old
-
     def columns(self, now: float) -> SessionColumns:
         """The planner's view; arrays are copies."""
         self._write_progress()
@@ -266,12 +254,12 @@ class SessionTable:
         rows.set_int("num_resume_tokens", slot, num_prompt)
         self._progressed[slot] = session
 
-    def _wait_again(self, session: Session) -> None:
-        """Back among those that wait, with its place by arrival. Put in order when somebody asks: a
-        loss brings back many."""
-        self._waiting[session.handle] = session
-        self._is_waiting_in_order = False
-        self._rows.set_float("wait_since_time", session.slot, session.request.arrival_time)
+    def _note_wait(self, session: Session) -> None:
+        """Its state or its hold changed: it waits now, or does not."""
+        if session.state is _S.WAITING and session.held_until is None:
+            self.waits.set(session.handle, session.request.arrival_time + session.held_s)
+        else:
+            self.waits.discard(session.handle)
 
     def _write_progress(self) -> None:
         """Bring the rows of those that got tokens, or have just come, up to date."""

@@ -200,8 +200,7 @@ class Driver:
             assert session.deadline > now
             assert session.held_until is None or session.held_until > now
             if session.state is S.WAITING and session.held_until is None:
-                asked = self.model.asked[session.handle]
-                assert max(asked.request.arrival_time, asked.hold_end_time) >= limit
+                assert self.model.asked[session.handle].waiting_since > limit
 
     def settle(self) -> None:
         """Plan as often as the runtime would at this instant, then check everything."""

@@ -38,8 +38,10 @@ def check_table(h: Harness) -> None:
     assert S.FINISHED not in states
     for state in S:
         assert table.count(state) == states.count(state)
-    waiting = [session for session in sessions if session.state is S.WAITING]
-    assert table.waiting_since_before(math.inf) == waiting
+    waits = {s.handle: s for s in sessions if s.state is S.WAITING and s.held_until is None}
+    check_instants(table.waits, at_least=len(waits), at_most=len(waits))
+    for handle, s in waits.items():
+        assert table.waits.get(handle) == s.request.arrival_time + s.held_s
     assert table.num_filled_blocks == sum(
         _num_blocks(h, s.num_tokens) for s in sessions if s.state in IN_ENGINE
     )

@@ -39,8 +39,8 @@ class Asked:
     """One request in the model.
 
     is_refused: the engine will not take it. num_tokens: that its client has. ended: it had its end.
-    held_until, hold_time, hold_end_time, held_s: its client's hold, the beginning and the end of
-    the last one, and how long those that ended were. num_kills: engines whose loss it was told of.
+    held_until, hold_time, held_s: its client's hold, the beginning of the last one, and how long
+    those that ended were. num_kills: engines whose loss it was told of.
     state, since: of its session, as seen after the last action.
     running_since: when it came to run, a renewed lease being no interruption.
     """
@@ -53,7 +53,6 @@ class Asked:
     ended: bool = False
     held_until: float | None = None
     hold_time: float = -math.inf
-    hold_end_time: float = -math.inf
     held_s: float = 0.0
     num_kills: int = 0
     num_enqueues: int = 0
@@ -64,6 +63,11 @@ class Asked:
     since: float = 0.0
     running_since: float = 0.0
     is_interrupted: bool = True
+
+    @property
+    def waiting_since(self) -> float:
+        """From then on, what it waits for its start counts; not while it is held."""
+        return self.request.arrival_time + self.held_s
 
     @property
     def num_missing(self) -> int:
@@ -245,8 +249,7 @@ class Model:
             assert event.retryable
             assert asked.num_tokens == 0
             assert asked.held_until is None
-            waiting_since = max(asked.request.arrival_time, asked.hold_end_time)
-            assert waiting_since < self.h.now - self.config.max_queue_delay_s
+            assert asked.waiting_since <= self.h.now - self.config.max_queue_delay_s
         elif "max_queue_size" in error:
             assert (self.doing, self.about, event.retryable) == ("submit", event.handle, True)
             assert len(coordinator.table) >= self.config.max_queue_size
@@ -294,7 +297,7 @@ class Model:
             asked.num_started += 1
         elif name == "release":
             assert asked.held_until is None or asked.held_until <= self.h.now
-            asked.held_until, asked.hold_end_time = None, self.h.now
+            asked.held_until = None
             asked.held_s += self.h.now - asked.hold_time
         elif name in ("first_token", "resumed"):
             if asked.is_interrupted:
