@@ -91,7 +91,7 @@ class Coordinator:
             max_holds=config.max_queue_size,
         )
         self._intake = Intake(
-            self.table, self._answers, self._feedback, self._holds, config, self.num_total_blocks
+            self.table, self._answers, self._feedback, config, self.num_total_blocks
         )
 
     # -- requests ------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ class Coordinator:
             return self._last_plan_time
         runs_change = self._capacity_policy is CapacitySchedulerPolicy.MAX_UTILIZATION
         runs_change |= self._commands.has_tiering  # blocks fill, and may be copied
-        due = self.table.deadlines.next_time()
+        due = self.table.groups.deadlines.next_time()
         waits = self.table.count(_S.WAITING, _S.PREEMPTED)
         if waits or (runs_change and self.table.count(_S.RUNNING)):
             due = min(due, self._last_plan_time + self._config.plan_interval_s)
@@ -297,7 +297,7 @@ class Coordinator:
     def _expire(self, now: float) -> None:
         """End requests past their own limit, those that waited too long for their start, and holds
         that lasted too long."""
-        for handle in self.table.deadlines.pop_due(now):
+        for handle in self.table.groups.deadlines.pop_due(now):
             session = self.table.get(handle)
             if session is not None and not session.answered:
                 self._answers.timed_out(session, now)
@@ -320,6 +320,7 @@ class Coordinator:
 
     def _abandon(self, session: Session, now: float) -> None:
         """Stop the engine's work on a session that was answered."""
+        self.table.answered(session)
         state = session.state
         if state in (_S.WAITING, _S.PREEMPTED):
             self.table.transition(session, _S.FINISHED, now)

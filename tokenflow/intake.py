@@ -9,7 +9,6 @@ from __future__ import annotations
 from tokenflow.answers import Answers
 from tokenflow.config import ServingConfig
 from tokenflow.feedback import EngineFeedback
-from tokenflow.holds import Holds
 from tokenflow.session_table import SessionTable
 from tokenflow.types import GenerateRequest, SessionState
 
@@ -24,14 +23,12 @@ class Intake:
         table: SessionTable,
         answers: Answers,
         feedback: EngineFeedback,
-        holds: Holds,
         config: ServingConfig,
         num_total_blocks: int,
     ) -> None:
         self._table = table
         self._answers = answers
         self._feedback = feedback
-        self._holds = holds
         self._config = config
         self._num_total_blocks = num_total_blocks
 
@@ -64,7 +61,7 @@ class Intake:
     def expire(self, now: float) -> None:
         """End those that waited too long for their start; the time of a hold does not count."""
         limit = self._config.max_queue_delay_s
-        for handle in self._table.waits.pop_due(now - limit):
+        for handle in self._table.groups.waits.pop_due(now - limit):
             session = self._table.get(handle)
             assert session is not None
             self._answers.counters.num_overloaded += 1
@@ -77,5 +74,4 @@ class Intake:
         engine beyond its batch or, as of its last iteration, in its queue."""
         beyond = self._table.count(_S.PREFILLING, _S.RUNNING, _S.RESUMING)
         beyond -= self._config.max_batch_size
-        num_waiting = self._table.count(_S.WAITING) - self._holds.num_waiting
-        return num_waiting + max(beyond, self.num_queued_in_engine)
+        return len(self._table.groups.waits) + max(beyond, self.num_queued_in_engine)

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 
 from tokenflow.errors import InternalError
 from tokenflow.executor.api import CapacitySchedulerPolicy
-from tokenflow.instants import Instants
 from tokenflow.occupancy import Occupancy
 from tokenflow.reader import Reader, ReaderState
 from tokenflow.session import IN_ENGINE, TRANSITIONS, Session
+from tokenflow.session_groups import SessionGroups
 from tokenflow.session_rows import SessionRows
 from tokenflow.types import GenerateRequest, SessionColumns, SessionState
 
@@ -27,9 +27,7 @@ _S = SessionState
 class SessionTable:
     """All unfinished sessions, as objects and as columns, in order of arrival.
 
-    deadlines: their own time limits.
-    waits: since when those wait for their start that their clients do not hold; who was held, that
-        much later than its arrival.
+    groups: those that are asked for at every turn.
     """
 
     def __init__(
@@ -58,7 +56,7 @@ class SessionTable:
         self._progressed: dict[int, Session] = {}
         self._num_filled_blocks = 0
         self._counts = dict.fromkeys(SessionState, 0)
-        self.deadlines, self.waits = Instants(), Instants()
+        self.groups = SessionGroups()
 
     def __len__(self) -> int:
         return len(self._by_handle)
@@ -94,9 +92,7 @@ class SessionTable:
         self._by_handle[handle] = session
         self._by_slot[slot] = session
         self._counts[session.state] += 1
-        self._note_wait(session)
-        if request.timeout_s is not None:
-            self.deadlines.set(handle, session.deadline)
+        self.groups.add(session)
         self._fill_row(session)
         return session
 
@@ -114,8 +110,7 @@ class SessionTable:
         session.state = state
         session.last_transition_time = now
         self._counts[old] -= 1
-        if _S.WAITING in (old, state):
-            self._note_wait(session)
+        self.groups.update(session)
         if state is _S.FINISHED:
             self._remove(session)
             return
@@ -186,8 +181,12 @@ class SessionTable:
         else:
             session.hold_time = now
         session.held_until = until
-        self._note_wait(session)
+        self.groups.update(session)
         self._rows.set_int("held", session.slot, until is not None)
+
+    def answered(self, session: Session) -> None:
+        """The session has its end, although the engine may have it still: it needs no hold."""
+        self.groups.update(session)
 
     def lost_with_engine(self, session: Session) -> None:
         """The engine that held the session is gone; its next start is an interruption."""
@@ -254,13 +253,6 @@ class SessionTable:
         rows.set_int("num_resume_tokens", slot, num_prompt)
         self._progressed[slot] = session
 
-    def _note_wait(self, session: Session) -> None:
-        """Its state or its hold changed: it waits now, or does not."""
-        if session.state is _S.WAITING and session.held_until is None:
-            self.waits.set(session.handle, session.request.arrival_time + session.held_s)
-        else:
-            self.waits.discard(session.handle)
-
     def _write_progress(self) -> None:
         """Bring the rows of those that got tokens, or have just come, up to date."""
         if not self._progressed:
@@ -304,7 +296,6 @@ class SessionTable:
         self._leave_engine(session)
         del self._by_handle[session.handle]
         del self._by_slot[session.slot]
-        self.deadlines.discard(session.handle)
         self._progressed.pop(session.slot, None)
         self._rows.give_back(session.slot)
 

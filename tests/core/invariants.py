@@ -15,6 +15,7 @@ from tokenflow.cache_estimate import CacheEstimate
 from tokenflow.executor.kv_api import KvLocation
 from tokenflow.instants import Instants
 from tokenflow.session import IN_ENGINE, Session
+from tokenflow.session_table import SessionTable
 from tokenflow.types import SessionState
 
 S = SessionState
@@ -38,10 +39,8 @@ def check_table(h: Harness) -> None:
     assert S.FINISHED not in states
     for state in S:
         assert table.count(state) == states.count(state)
-    waits = {s.handle: s for s in sessions if s.state is S.WAITING and s.held_until is None}
-    check_instants(table.waits, at_least=len(waits), at_most=len(waits))
-    for handle, s in waits.items():
-        assert table.waits.get(handle) == s.request.arrival_time + s.held_s
+    check_waits_and_holds(table)
+    assert not table.groups.held_running  # each is paused at once
     assert table.num_filled_blocks == sum(
         _num_blocks(h, s.num_tokens) for s in sessions if s.state in IN_ENGINE
     )
@@ -60,6 +59,22 @@ def check_table(h: Harness) -> None:
         if session.state is S.PREEMPTED and not h.executor.is_lost:
             assert 1 <= num_resume_tokens <= session.num_tokens
             assert num_resume_tokens == session.num_resume_tokens
+
+
+def check_waits_and_holds(table: SessionTable) -> None:
+    """Who waits and who is held is what a walk through all sessions finds."""
+    groups = table.groups
+    waiting = [s for s in table if s.state is S.WAITING and s.held_until is None]
+    held = [s for s in table if s.held_until is not None and not s.answered]
+    check_instants(groups.waits, at_least=len(waiting), at_most=len(waiting))
+    for session in waiting:
+        since = session.request.arrival_time + session.held_s
+        assert groups.waits.get(session.handle) == since
+    check_instants(groups.hold_ends, at_least=len(held), at_most=len(held))
+    for session in held:
+        assert groups.hold_ends.get(session.handle) == session.held_until
+    running = [session.handle for session in held if session.state is S.RUNNING]
+    assert sorted(groups.held_running) == running
 
 
 def _row(h: Harness, session: Session) -> tuple[object, ...]:
@@ -168,7 +183,7 @@ def check_counters(h: Harness) -> None:
     assert coordinator.stalled_s(h.now) >= 0
     deadlines = [s.deadline for s in live if s.request.timeout_s is not None]
     assert coordinator.next_plan_time() <= min(deadlines, default=math.inf)
-    check_instants(table.deadlines, at_least=len(deadlines), at_most=len(table))
+    check_instants(table.groups.deadlines, at_least=len(deadlines), at_most=len(table))
 
 
 def check_instants(instants: Instants, at_least: int, at_most: int) -> None:

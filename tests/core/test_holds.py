@@ -296,8 +296,8 @@ def test_requests_with_limits_that_end_early_leave_nothing_behind() -> None:
     last, *others = [h.submit(PROMPT, 5, timeout_s=50.0 + n) for n in range(300)]
     for handle in others:
         h.coordinator.cancel(handle, h.now)
-    assert len(h.coordinator.table.deadlines) == 1
-    assert h.coordinator.table.deadlines.num_entries <= 64
+    assert len(h.coordinator.table.groups.deadlines) == 1
+    assert h.coordinator.table.groups.deadlines.num_entries <= 64
     h.now += 50.0
     h.plan()
     assert h.end_of(last) is EndReason.TIMEOUT
@@ -335,3 +335,18 @@ def test_no_more_streams_are_held_than_may_wait() -> None:
     h.coordinator.cancel(handles[0], h.now)
     h.coordinator.hold(handles[2], h.now)
     assert h.coordinator.num_held == 2
+
+
+def test_one_that_leaves_while_it_is_started_is_held_no_more() -> None:
+    h = Harness(replace(CONFIG, max_num_tokens=16))
+    handle = h.submit(tuple(range(1, 31)), 5)
+    h.plan()
+    h.coordinator.hold(handle, h.now)
+    assert h.coordinator.num_held == 1
+    h.coordinator.cancel(handle, h.now)
+    assert h.state(handle) is S.PREFILLING
+    assert h.coordinator.num_held == 0
+    h.coordinator.release(handle, h.now)
+    assert h.tracer.named("release") == []
+    h.run_to_empty()
+    h.expect_nothing_left()

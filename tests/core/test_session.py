@@ -6,10 +6,13 @@ import itertools
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tests.core.invariants import check_waits_and_holds
 from tokenflow.errors import InternalError
 from tokenflow.executor.api import CapacitySchedulerPolicy
-from tokenflow.session import TRANSITIONS, Session
+from tokenflow.session import IN_ENGINE, TRANSITIONS, Session
 from tokenflow.session_table import SessionTable
 from tokenflow.types import GenerateRequest, SessionState
 
@@ -130,6 +133,38 @@ def test_who_waits_again_has_waited_since_its_arrival() -> None:
     assert table.columns(3.0).wait_since_time[0] == 3.0
     table.transition(session, S.WAITING, 4.0)
     assert table.columns(5.0).wait_since_time[0] == 1.0
+
+
+PICKS = st.integers(0, 30)
+MOVES = st.lists(
+    st.tuples(st.sampled_from(["add", "move", "move", "move", "hold", "answer"]), PICKS, PICKS),
+    max_size=60,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(moves=MOVES)
+def test_who_waits_and_who_is_held_is_known_without_a_walk(
+    moves: list[tuple[str, int, int]],
+) -> None:
+    table = make_table()
+    table.add(0, make_request(), 0.0)
+    for now, (what, pick, how) in enumerate(moves, start=1):
+        sessions = list(table)
+        if what == "add" or not sessions:
+            table.add(now, make_request(now), float(now))
+            continue
+        session = sessions[pick % len(sessions)]
+        if what == "move":
+            states = sorted(TRANSITIONS[session.state])
+            table.transition(session, states[how % len(states)], float(now))
+        elif what == "hold" and not session.answered:
+            until = now + 1.0 + how if session.held_until is None else None
+            table.hold(session, until, float(now))
+        elif what == "answer" and session.state in IN_ENGINE:
+            session.answered = True
+            table.answered(session)
+        check_waits_and_holds(table)
 
 
 def test_max_utilization_counts_what_is_filled() -> None:
