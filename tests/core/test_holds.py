@@ -179,58 +179,6 @@ def test_a_held_newcomer_is_not_overloaded_and_blocks_nobody() -> None:
     h.expect_whole(held, PROMPT, 5)
 
 
-def test_short_holds_do_not_evade_the_longest_wait() -> None:
-    h = Harness(replace(CONFIG, max_queue_delay_s=5.0))
-    assert isinstance(h.planner, ChosenPlanner)
-    h.planner.hold = True
-    handle = h.submit(PROMPT, 5)
-    for _ in range(2):
-        h.now += 4.0
-        h.coordinator.hold(handle, h.now)
-        h.now += 0.001
-        h.coordinator.release(handle, h.now)
-        h.plan()
-    assert "max_queue_delay_s" in (h.events_of(handle)[-1].error or "")
-
-
-def test_a_wait_goes_on_after_a_hold_where_it_stood_before() -> None:
-    h = Harness(replace(CONFIG, max_queue_delay_s=5.0))
-    assert isinstance(h.planner, ChosenPlanner)
-    h.planner.hold = True
-    handle = h.submit(PROMPT, 5)
-    h.now += 3.0
-    for _ in range(2):
-        h.coordinator.hold(handle, h.now)
-        h.now += 100.0
-        h.plan()
-        h.coordinator.release(handle, h.now)
-        h.plan()
-        h.now += 0.875
-    h.plan()
-    assert h.state(handle) is S.WAITING
-    h.now += 0.25
-    h.plan()
-    assert "max_queue_delay_s" in (h.events_of(handle)[-1].error or "")
-    h.expect_nothing_left()
-
-
-def test_the_time_of_a_hold_does_not_count_after_a_loss() -> None:
-    h = Harness(replace(CONFIG, max_queue_delay_s=5.0, max_num_tokens=16))
-    handle = h.submit(tuple(range(1, 31)), 5)
-    h.plan()
-    h.coordinator.hold(handle, h.now)
-    h.now += 100.0
-    h.lose_engine()
-    assert h.state(handle) is S.WAITING
-    h.coordinator.release(handle, h.now)
-    h.now += 4.0
-    h.plan()
-    assert h.state(handle) is S.WAITING
-    h.now += 2.0
-    h.plan()
-    assert "max_queue_delay_s" in (h.events_of(handle)[-1].error or "")
-
-
 def test_what_can_never_be_paused_cannot_be_held() -> None:
     h = Harness()
     handle = h.submit(PROMPT, 10, sampling_config=SamplingConfig(top_p=0.9, top_p_decay=0.5))
