@@ -179,6 +179,7 @@ class KvMirror:
             if node.watches is None:
                 node.watches = Watches()
             node.watches.add(handle, key)
+            self._tree.keep_or_drop(node)
         self._anchors[handle] = anchors
         return location
 
@@ -187,6 +188,7 @@ class KvMirror:
         for node in self._anchors.pop(handle, ()):
             if node.watches is not None:
                 node.watches.discard(handle)
+                self._tree.keep_or_drop(node)
         self._changed.pop(handle, None)
 
     @property

@@ -8,6 +8,9 @@ computed with, so each has a root of its own. They carry no salt, so equal token
 may be there twice, for two salts; the least favourable counts. Blocks that share a beginning with
 the tokens and then differ are left out, although an engine may reuse a part of one: less than a
 block is understated.
+
+Invariant: a root is kept while a block hangs below it or somebody watches there, and no longer:
+clients may name any number of adapters.
 """
 
 from __future__ import annotations
@@ -48,6 +51,13 @@ class Node:
                     stack += twins
 
 
+@dataclass(eq=False, slots=True)
+class Root(Node):
+    """What a LoRA adapter computed hangs below it; None: what was computed without one."""
+
+    lora_id: int | None = None
+
+
 class MirrorTree:
     """Blocks by their names and by their tokens.
 
@@ -59,8 +69,7 @@ class MirrorTree:
         self._tokens_per_block = tokens_per_block
         self._nodes: dict[int, Node] = {}
         self._num_blocks = [0, 0]
-        self.root = Node(None, None)
-        self._roots: dict[int | None, Node] = {None: self.root}
+        self._roots: dict[int | None, Root] = {}
         self.num_copied_blocks = 0
 
     def __len__(self) -> int:
@@ -76,9 +85,18 @@ class MirrorTree:
         """See the class."""
         return self._num_blocks[HOST_LEVEL]
 
-    def root_of(self, lora_id: int | None) -> Node:
-        """The root of what a LoRA adapter computed; None: of what was computed without one."""
-        return self._roots.setdefault(lora_id, Node(None, None))
+    def root_of(self, lora_id: int | None) -> Root:
+        """The root of an adapter. A new one is kept from its first block or watch on."""
+        return self._roots.get(lora_id) or Root(None, None, lora_id=lora_id)
+
+    def keep_or_drop(self, node: Node) -> None:
+        """A block below `node`, or a watch there, is new or gone: a root is kept for either."""
+        if not isinstance(node, Root):
+            return
+        if node.children or node.watches:
+            self._roots[node.lora_id] = node
+        else:
+            self._roots.pop(node.lora_id, None)
 
     def get(self, block_hash: int) -> Node | None:
         """The block of that name."""
@@ -91,6 +109,7 @@ class MirrorTree:
         self._num_blocks[level] += 1
         parent.children.setdefault(tokens, []).append(node)
         parent.child_lengths[len(tokens)] = parent.child_lengths.get(len(tokens), 0) + 1
+        self.keep_or_drop(parent)
         return node
 
     def remove(self, node: Node) -> list[Node]:
@@ -104,6 +123,7 @@ class MirrorTree:
         parent.child_lengths[length] -= 1
         if not parent.child_lengths[length]:
             del parent.child_lengths[length]
+        self.keep_or_drop(parent)
         gone = list(node.subtree(set()))
         for block in gone:
             assert block.block_hash is not None
@@ -131,7 +151,8 @@ class MirrorTree:
         """Where the KV of the beginning of `token_ids` is, the last whole blocks of the way (one
         for each salt) and the tokens that were looked for below them."""
         size = self._tokens_per_block
-        nodes, start = [self.root_of(lora_id)], 0
+        nodes: list[Node] = [self.root_of(lora_id)]
+        start = 0
         counter = _LocationCounter()
         while True:
             key = tuple(token_ids[start : start + size])

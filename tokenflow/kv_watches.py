@@ -23,6 +23,9 @@ class Watches:
         self._entries: list[_Entry] = []
         self._lengths: dict[int, int] = {}
 
+    def __len__(self) -> int:
+        return len(self._keys)
+
     def __iter__(self) -> Iterator[int]:
         return iter(self._keys)
 
