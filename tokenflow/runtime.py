@@ -101,6 +101,8 @@ class Runtime:
             queue.SimpleQueue()
         )
         self._stopping = threading.Event()
+        self._is_over = False
+        self._shutdown_lock = threading.Lock()  # no submission comes behind the shutdown
         self._failure: str | None = None
         self._gauges = self._read_gauges()
         self._loop = threading.Thread(target=self._run, name="tokenflow-runtime", daemon=True)
@@ -119,10 +121,11 @@ class Runtime:
         Raises EngineError when the runtime is shut down. A refusal (overloaded, engine lost) is an
         ERROR event with the handle returned here.
         """
-        if self._stopping.is_set():
-            raise EngineError("the server is shutting down")
-        handle = self._coordinator.new_handle()
-        self._inbox.put((self._on_submit, (handle, request)))
+        with self._shutdown_lock:
+            if self._stopping.is_set():
+                raise EngineError("the server is shutting down")
+            handle = self._coordinator.new_handle()
+            self._inbox.put((self._on_submit, (handle, request)))
         return handle
 
     def count_invalid(self) -> None:
@@ -168,9 +171,10 @@ class Runtime:
 
     def shutdown(self, timeout_s: float) -> None:
         """End every request (ERROR, retryable) and stop the threads within about `timeout_s`."""
-        if not self._stopping.is_set():
-            self._stopping.set()
-            self._inbox.put((self._on_shutdown, ()))
+        with self._shutdown_lock:
+            if not self._stopping.is_set():
+                self._stopping.set()
+                self._inbox.put((self._on_shutdown, ()))
         until = time.monotonic() + timeout_s
         if self._loop.ident is not None:
             self._loop.join(timeout_s)
@@ -179,13 +183,11 @@ class Runtime:
     # -- runtime thread ------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            done = self._turn()
-            if done:
-                return
+        while not self._turn():
+            pass
 
     def _turn(self) -> bool:
-        """One turn: everything that is in the inbox, then a plan if one is due."""
+        """One turn: everything that is in the inbox, then a plan if one is due; True: the last."""
         coordinator = self._coordinator
         try:
             self._take_inbox()
@@ -199,7 +201,7 @@ class Runtime:
             logger.exception("the runtime failed")
             self._fail(f"unhealthy: internal error: {error}")
         self._gauges = self._read_gauges()
-        return self._stopping.is_set() and self._inbox.empty()
+        return self._is_over and self._inbox.empty()
 
     def _take_inbox(self) -> None:
         wait_s = _IDLE_WAIT_S
@@ -295,6 +297,7 @@ class Runtime:
 
     def _on_shutdown(self) -> None:
         self._fail("the server is shutting down")
+        self._is_over = True
 
     def _fail(self, message: str) -> None:
         if self._failure is None:
