@@ -1,7 +1,8 @@
 """What clients and traces are told about a session, and the totals of it.
 
 Owns the construction of `TokenEvent`s, the counters and the trace records of sessions. Invariant:
-an event with `end` set is emitted once per session; `Session.answered` says that it was.
+an event with `end` set is emitted once per session, or never if its sender has ended the answer by
+its text; `Session.answered` says that the one or the other happened.
 """
 
 from __future__ import annotations

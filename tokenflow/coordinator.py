@@ -3,10 +3,11 @@
 Owns the session table and what it is planned from (engine_side.py); calls the executor; emits
 `TokenEvent`s. All methods take `now` and run in one thread (the runtime's, a test's or a
 simulator's). Invariants: a request gets each of its tokens once, in order, then exactly one event
-with `end` set, whatever is paused, held, resumed, cancelled, timed out or lost; while requests are
-served nothing is cancelled in the engine between its enqueue and its first token (an engine that
-chunks its context may store blocks it has not computed). Only `fail_all` does, after which nothing
-is served. Between the loss of an engine and the start of the next one nothing is planned.
+with `end` set, whatever is paused, held, resumed, cancelled, timed out or lost; none after
+`finish`, by which the sender says that it has ended the answer itself. While requests are served
+nothing is cancelled in the engine between its enqueue and its first token (an engine that chunks
+its context may store blocks it has not computed). Only `fail_all` does, after which nothing is
+served. Between the loss of an engine and the start of the next one nothing is planned.
 """
 
 from __future__ import annotations

@@ -56,7 +56,9 @@ class OutputLengths:
 
     def estimate(self, sessions: SessionColumns, now: float) -> LengthEstimate | None:
         """What is known; None while no answer ended by itself. sessions: those that are not over
-        count as far as they are; not those that only the engine has to let go."""
+        count as far as they are. One whose client has its end, but that the engine has to let go,
+        does not count while it is CANCELLING; it does while it is RESUMING, until its next token.
+        """
         if not self._num_stopped:
             return None
         if self._estimate is None or now - self._fit_time >= _FIT_INTERVAL_S:

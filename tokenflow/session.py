@@ -22,8 +22,8 @@ TRANSITIONS: dict[SessionState, frozenset[SessionState]] = {
     _S.CANCELLING: frozenset({_S.FINISHED}),
     _S.FINISHED: frozenset(),
 }
-"""PREFILLING -> WAITING and RESUMING -> PREEMPTED: the engine was lost. RUNNING -> PREEMPTED: the
-same, or a lease ended."""
+"""PREFILLING -> WAITING and RESUMING -> PREEMPTED: the engine was lost, or does not have the LoRA
+adapter any more. RUNNING -> PREEMPTED: it was lost, or a lease ended."""
 
 IN_ENGINE = frozenset({_S.PREFILLING, _S.RUNNING, _S.PAUSING, _S.RESUMING, _S.CANCELLING})
 """States in which the engine holds the request."""

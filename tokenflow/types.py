@@ -99,7 +99,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     handle: the runtime's key of the request (unique; request_id is the client's and may repeat).
     token_ids/log_probs: new tokens, in order, each exactly once over the request's life.
-    end: set on the last event of a request, exactly once; error: the message when end is ERROR.
+    end: set on the last event of a request, unless its sender ended the answer by its text; error:
+        the message when end is ERROR.
     """
 
     handle: int
