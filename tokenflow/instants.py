@@ -21,11 +21,6 @@ class Instants:
     def __len__(self) -> int:
         return len(self._time_of)
 
-    @property
-    def num_entries(self) -> int:
-        """Of those that are over, too."""
-        return len(self._heap)
-
     def get(self, handle: int) -> float | None:
         """The instant of a handle."""
         return self._time_of.get(handle)

@@ -189,7 +189,7 @@ def check_counters(h: Harness) -> None:
 def check_instants(instants: Instants, at_least: int, at_most: int) -> None:
     """So many are kept, and not many more entries."""
     assert at_least <= len(instants) <= at_most
-    assert instants.num_entries <= max(_MIN_SWEEP, 2 * len(instants))
+    assert len(instants._heap) <= max(_MIN_SWEEP, 2 * len(instants))
 
 
 def check_whereabouts(h: Harness) -> None:

@@ -45,7 +45,7 @@ def test_many_that_end_early_leave_nothing_behind() -> None:
     for handle in range(10_000):
         instants.set(handle, 1e6 + handle)
         instants.discard(handle - 3)
-        assert instants.num_entries <= 64
+        assert len(instants._heap) <= 64
     assert instants.next_time() == 1e6 + 9_997
     assert instants.pop_due(2e6) == [9_997, 9_998, 9_999]
     assert instants.next_time() == math.inf
@@ -57,7 +57,7 @@ def test_what_ends_all_at_once_is_forgotten_without_anything_new() -> None:
         instants.set(handle, 1e6 + handle)
     for handle in range(1, 10_000):
         instants.discard(handle)
-        assert instants.num_entries <= max(64, 2 * len(instants))
+        assert len(instants._heap) <= max(64, 2 * len(instants))
     assert instants.next_time() == 1e6
 
 
@@ -65,7 +65,7 @@ def test_an_instant_that_is_moved_again_and_again_is_one() -> None:
     instants = Instants()
     for n in range(10_000):
         instants.set(7, 1e6 + n)
-        assert instants.num_entries <= 64
+        assert len(instants._heap) <= 64
     assert instants.pop_due(2e6) == [7]
 
 
@@ -75,4 +75,4 @@ def test_those_that_are_over_go_too_when_the_others_come_due() -> None:
         instants.set(n, 2.0)
         instants.set(n, 1.0)
     assert len(instants.pop_due(1.0)) == 100
-    assert instants.num_entries == 0 == len(instants)
+    assert len(instants._heap) == 0 == len(instants)
