@@ -8,7 +8,8 @@ Owns the way of a request through two runs in virtual time, on the product's own
 
 Both machines are `engine`, so this is a policy for two: compare it per machine. In favour of it:
 the link never waits for room on the other side, which a real one does. Against: how many machines
-do which of the two is fixed at one each.
+do which of the two is fixed at one each, and of a conversation the prefill machine knows the
+prompts alone: it computes the answers in them, which the other machine made, and all crosses again.
 
 Invariant: same arguments, same run; nothing is random.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from perf.virtual.prompts import ANSWER_TOKEN, PromptTokens
 from perf.virtual.simulation import Simulation
 from perf.virtual.values import SimEngine, SimRequest, SimResult, SimSeq
 from tokenflow.inflight.runner import SequenceChunk
@@ -40,7 +42,14 @@ def run(
     """Run to the end of all requests; its counters are the decode machine's, its streams what the
     clients saw. RuntimeError as Simulation.run."""
     requests = sorted(requests, key=lambda r: r.arrival_time)
-    first = Simulation(_prefills(requests), _fcfs, _prefill_engine(engine)).run(until)
+    known = PromptTokens()
+    prompts = [known.token_ids(handle, request) for handle, request in enumerate(requests, 1)]
+    first = Simulation(
+        _prefills(requests),
+        _fcfs,
+        _prefill_engine(engine),
+        prompts=lambda handle, _: prompts[handle - 1],
+    ).run(until)
     rest: list[tuple[int, SimRequest]] = []
     free_time = 0.0
     for i, (request, seq) in enumerate(zip(requests, first.seqs, strict=True)):
@@ -52,7 +61,12 @@ def run(
         decode = _decode(request, free_time)
         if decode is not None:
             rest.append((i, decode))
-    second = Simulation([r for _, r in rest], _fcfs, _decode_engine(engine)).run(until)
+    second = Simulation(
+        [r for _, r in rest],
+        _fcfs,
+        _decode_engine(engine),
+        prompts=lambda handle, _: prompts[rest[handle - 1][0]] + (ANSWER_TOKEN,),
+    ).run(until)
     ends = dict(zip((i for i, _ in rest), second.seqs, strict=True))
     seqs = [
         _joined(request, seq, ends.get(i))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from perf.virtual.values import SimRequest
 
-_ANSWER_TOKEN = 0
+ANSWER_TOKEN = 0
 
 
 class PromptTokens:
@@ -39,5 +39,5 @@ class PromptTokens:
                 )
             prompt = said[:num_history] + (handle,) * (num_own - num_history)
         if request.conversation is not None:
-            self._said[request.conversation] = prompt + (_ANSWER_TOKEN,) * request.max_tokens
+            self._said[request.conversation] = prompt + (ANSWER_TOKEN,) * request.max_tokens
         return prompt

@@ -43,6 +43,7 @@ class Simulation:
     together: make steps together in which nothing can change; the result is the same.
     costs, lengths: what the planner knows at the beginning of the engine's costs, and of how long
     answers are; None: nothing.
+    prompts: the token ids of a request's prompt, by its handle; None: those of PromptTokens.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Simulation:
         together: bool = True,
         costs: CostModel | None = None,
         lengths: OutputLengths | None = None,
+        prompts: Callable[[int, SimRequest], tuple[int, ...]] | None = None,
     ) -> None:
         self._engine = engine or SimEngine()
         config = self._engine.config()
@@ -79,7 +81,7 @@ class Simulation:
         self._order = itertools.count()
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._seqs: dict[int, SimSeq] = {}
-        self._prompts = PromptTokens()
+        self._prompts = prompts or PromptTokens().token_ids
         self._num_told = 0
         self._last_arrival_time = 0.0
         self.result = SimResult(seqs=[])
@@ -148,7 +150,7 @@ class Simulation:
         self.result.seqs.append(self._seqs[handle])
         generate = GenerateRequest(
             request_id=str(handle),
-            input_token_ids=self._prompts.token_ids(handle, request),
+            input_token_ids=self._prompts(handle, request),
             max_tokens=max_tokens,
             end_id=end_id,
             arrival_time=request.arrival_time,

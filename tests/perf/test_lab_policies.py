@@ -163,3 +163,45 @@ def test_a_client_that_leaves_during_the_hand_over_is_cancelled() -> None:
     request = dataclasses.replace(alone(), cancel_after_s=0.2)
     seq = run([request], ENGINE, link_bytes_per_s=8e6).seqs[0]
     assert (seq.end, len(seq.token_times), seq.end_time) == (EndReason.CANCELLED, 1, 0.7)
+
+
+def turns(*answers: int, **first: float) -> list[SimRequest]:
+    """One conversation, 5 s from turn to turn: everything said so far and 31 tokens more. first:
+    other values of its first turn."""
+    found, num_said = [], 0
+    for i, num_answer in enumerate(answers):
+        request = SimRequest(
+            arrival_time=5.0 * i,
+            num_prompt_tokens=num_said + 31,
+            max_tokens=num_answer,
+            read_rate=20.0,
+            conversation=1,
+            num_history_tokens=num_said,
+        )
+        num_said = request.num_prompt_tokens + num_answer
+        found.append(request)
+    return [dataclasses.replace(found[0], **first), *found[1:]]
+
+
+@pytest.mark.parametrize(
+    "requests",
+    [turns(20, 33, 40), turns(1, 20, 1, 9), turns(40, 20, cancel_after_s=0.05)],
+    ids=["long-answers", "answers-of-one-token", "the-first-client-leaves"],
+)
+def test_disaggregated_answers_every_turn_of_a_conversation(requests: list[SimRequest]) -> None:
+    seqs = run(requests, ENGINE).seqs
+    assert [seq.request for seq in seqs] == requests
+    assert {seq.end for seq in seqs[1:]} == {EndReason.LENGTH}
+    assert [len(seq.token_times) for seq in seqs[1:]] == [r.max_tokens for r in requests[1:]]
+
+
+def test_disaggregated_the_prefill_machine_knows_prompts_but_no_answers() -> None:
+    """Of the 32 tokens of the first prompt it has two blocks, of the answer nothing."""
+    engine = dataclasses.replace(ENGINE, response_delays_s=(0.0,))
+    first = SimRequest(arrival_time=0.0, num_prompt_tokens=32, max_tokens=20, conversation=1)
+    second = dataclasses.replace(
+        first, arrival_time=5.0, num_prompt_tokens=83, num_history_tokens=52
+    )
+    later = run([first, second], engine).seqs[1]
+    prefill_s = engine.step_base_s + (83 - 32) / engine.prefill_tokens_per_s
+    assert ttft_s(later.stream) == pytest.approx(prefill_s)
