@@ -156,7 +156,7 @@ def run_cell(cell: Cell) -> Run:
     measured = measure(
         result,
         timeline,
-        load_of(cell.setup, base, requests),
+        load_of(base, requests),
         effort,
         block_bytes=base.block_bytes,
         num_machines=row.num_machines,
@@ -203,18 +203,18 @@ def _arrivals(cell: Cell) -> str:
     return kinds.get(type(arrivals), "other")
 
 
-def load_of(setup: Setup, engine: SimEngine, requests: Sequence[SimRequest]) -> Load:
-    """What `requests` ask of the set-up's engine. Raises ValueError where its costs are not those
-    of the roofline, from which the bound is computed."""
+def load_of(engine: SimEngine, requests: Sequence[SimRequest]) -> Load:
+    """What `requests` ask of `engine`. Raises ValueError where its costs are not those of the
+    roofline, from which the bounds are computed."""
     if not isinstance(engine.step_cost, RooflineCosts):
-        raise ValueError(f"{setup.name} has no cost model from first principles")
+        raise ValueError("the engine has no cost model from first principles")
     bound = prefill_bound_s(
         engine.step_cost,
         [r.num_prompt_tokens for r in requests],
         [r.arrival_time for r in requests],
         engine.max_num_tokens,
     )
-    sum_rate, capacity = setups.schedulable(setup, requests)
+    sum_rate, capacity = setups.schedulable(engine, requests)
     return Load(
         ttft_bound_mean_s=bound.mean_s,
         ttft_bound_p99_s=bound.p99_s,

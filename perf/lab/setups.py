@@ -257,15 +257,15 @@ def engine(
     return dataclasses.replace(machine, is_warm=True)
 
 
-class SetupLoad(NamedTuple):
+class ReadersLoad(NamedTuple):
     """ΣR and Γ, both tokens/s; ΣR <= Γ is schedulable (TokenFlow, section 4.3)."""
 
     sum_rate: float
     capacity: float
 
 
-def schedulable(setup: Setup, work: Sequence[SimRequest]) -> SetupLoad:
-    """What the readers of `work` read at the worst moment, and what the engine makes then.
+def schedulable(machine: SimEngine, work: Sequence[SimRequest]) -> ReadersLoad:
+    """What the readers of `work` read at the worst moment, and what `machine` makes then.
 
     ΣR: everybody is there from arrival until the whole answer is read at its rate, had it begun at
     once; machines count with the default rate. Γ: decode speed of as many of those as fit in a full
@@ -275,7 +275,6 @@ def schedulable(setup: Setup, work: Sequence[SimRequest]) -> SetupLoad:
     """
     if not work:
         raise ValueError("there is no work")
-    machine = engine(setup)
     default_rate = machine.config().default_read_rate
     rate = np.array([r.read_rate or default_rate for r in work])
     start = np.array([r.arrival_time for r in work])
@@ -285,7 +284,7 @@ def schedulable(setup: Setup, work: Sequence[SimRequest]) -> SetupLoad:
     present = np.flatnonzero((start <= start[worst]) & (start[worst] < end))
     contexts = [work[i].num_prompt_tokens + 0.5 * work[i].max_tokens for i in present]
     capacity = decode_capacity(machine, len(present), float(np.mean(contexts)))
-    return SetupLoad(sums[worst], capacity)
+    return ReadersLoad(sums[worst], capacity)
 
 
 def decode_capacity(machine: SimEngine, num_streams: int, context: float) -> float:

@@ -115,14 +115,14 @@ def test_load_is_that_of_the_worst_moment_at_mid_life() -> None:
         SimRequest(arrival_time=at, num_prompt_tokens=100, max_tokens=100, read_rate=10.0)
         for at in (0.0, 5.0, 10.0)
     ]
-    load = setups.schedulable(SETUPS["4090-a"], work)
     machine = setups.engine(SETUPS["4090-a"])
+    load = setups.schedulable(machine, work)
     assert load.sum_rate == 20.0
     assert load.capacity == pytest.approx(setups.decode_capacity(machine, 2, 150.0))
     machines = [dataclasses.replace(r, read_rate=None) for r in work]
-    assert setups.schedulable(SETUPS["4090-a"], machines).sum_rate == 18.0
+    assert setups.schedulable(machine, machines).sum_rate == 18.0
     with pytest.raises(ValueError, match="no work"):
-        setups.schedulable(SETUPS["4090-a"], [])
+        setups.schedulable(machine, [])
 
 
 def test_capacity_is_what_a_full_pool_decodes() -> None:
@@ -137,7 +137,7 @@ def test_capacity_is_what_a_full_pool_decodes() -> None:
 def test_the_papers_bursts_are_schedulable_at_6_and_not_at_20_tokens_per_s() -> None:
     for name in ("h200-a", "4090-a", "4090-b"):
         slow, fast = (
-            setups.schedulable(setup, setups.requests(setup, 0))
+            setups.schedulable(setups.engine(setup), setups.requests(setup, 0))
             for setup in (setups.with_rate(SETUPS[name], rate) for rate in setups.READ_RATES)
         )
         assert slow.sum_rate < slow.capacity

@@ -15,10 +15,9 @@ from perf import report, simulate, sweep
 from perf.lab import documents, runs, setups, summary
 from perf.lab.measures import WALL_KEYS, Record, deterministic
 from perf.lab.policies import HEADLINE, POLICIES
-from perf.lab.runs import Cell, CountingPlanner
+from perf.lab.runs import Cell
 from perf.lab.traces import read_trace, write_trace
 from perf.virtual.values import SimRequest
-from tokenflow.types import Decision
 
 ACCEPTED_KEYS = {
     *("ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "end_to_end_mean_s"),
@@ -212,19 +211,6 @@ def test_seeds_are_lists_and_ranges() -> None:
     assert simulate.seeds("1-3,7") == [1, 2, 3, 7]
 
 
-def test_cells_run_in_processes_give_the_same_records(trace: Path) -> None:
-    work = tuple(read_trace(trace))
-    cells = [
-        Cell(setup=setups.find("4090-a"), policy=name, seed=1, work=work, source="x")
-        for name in ("fcfs-reserve", "tokenflow")
-    ]
-    told: list[str] = []
-    here = runs.run_cells(cells)
-    there = runs.run_cells(cells, jobs=2, done=lambda run: told.append(run.cell.policy))
-    assert [deterministic(a.record) for a in here] == [deterministic(b.record) for b in there]
-    assert told == ["fcfs-reserve", "tokenflow"]
-
-
 def test_several_seeds_keep_their_runs_and_have_intervals(
     capsys: pytest.CaptureFixture[str], trace: Path
 ) -> None:
@@ -235,26 +221,6 @@ def test_several_seeds_keep_their_runs_and_have_intervals(
     low, high = only["intervals"]["ttft_p99_s"]
     assert low == high == only["ttft_p99_s"]  # a trace is the same work with every seed
     assert "2 seeds" in run(capsys, *arguments, "--policies", "fcfs-reserve")
-
-
-def test_a_policy_for_two_machines_counts_per_machine(trace: Path) -> None:
-    cell = Cell(
-        setup=setups.find("4090-a"), policy="disaggregated", seed=1, work=tuple(read_trace(trace))
-    )
-    record = runs.run_cell(cell).record
-    assert record["num_machines"] == 2
-    assert record["raw_throughput"] * record["virtual_s"] * 2 == pytest.approx(
-        record["num_output_tokens"]
-    )
-    assert record["num_stalls_pause"] is record["num_plans"] is None
-    json.dumps(record, allow_nan=False)
-
-
-def test_a_counted_planner_decides_as_the_one_that_it_counts() -> None:
-    decision = Decision()
-    planner = CountingPlanner(lambda snapshot: decision)
-    assert [planner(None) for _ in range(3)] == [decision] * 3
-    assert planner.num_plans == 3
 
 
 def test_pictures_are_drawn(
@@ -333,14 +299,6 @@ def test_what_cannot_be_swept_is_one_clear_error(
 ) -> None:
     message = fails(capsys, sweep.main, "--setup", "4090-a", "--param", param)
     assert [word for word in words if word not in message] == []
-
-
-def test_changes_that_a_row_does_not_take_are_refused() -> None:
-    cell = Cell(
-        setup=setups.find("4090-a"), policy="andes", seed=1, changes=(("conservativeness", 2.0),)
-    )
-    with pytest.raises(ValueError, match="only tokenflow and tokenflow-tiering have parameters"):
-        runs.run_cell(cell)
 
 
 def test_the_documents_are_made_from_the_files(

@@ -1,0 +1,66 @@
+"""Cells: figures are those of the engine that runs, what cannot be run is refused before."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from perf.lab import runs, setups
+from perf.lab.measures import deterministic
+from perf.lab.runs import Cell, Changes, CountingPlanner
+from perf.virtual.values import SimRequest
+from tokenflow.types import Decision
+
+WORK = tuple(
+    SimRequest(arrival_time=0.01 * i, num_prompt_tokens=300, max_tokens=30, read_rate=6.0)
+    for i in range(12)
+)
+
+
+def cell(policy: str = "tokenflow", changes: Changes = (), setup: str = "4090-a") -> Cell:
+    return Cell(
+        setup=setups.find(setup), policy=policy, seed=1, work=WORK, source="x", changes=changes
+    )
+
+
+def test_the_load_is_that_on_the_engine_that_runs() -> None:
+    engine = setups.engine(setups.find("4090-a"))
+    as_it_is, narrow = (
+        runs.run_cell(cell(changes=changes)).record for changes in ((), (("max_batch_size", 4),))
+    )
+    assert as_it_is["capacity"] == setups.decode_capacity(engine, 12, 315.0)
+    assert narrow["capacity"] == setups.decode_capacity(engine, 4, 315.0)
+    assert narrow["load"] == narrow["sum_rate"] / narrow["capacity"]
+    assert narrow["raw_throughput"] <= narrow["raw_bound"] < as_it_is["raw_bound"]
+
+
+def test_cells_run_in_processes_give_the_same_records() -> None:
+    cells = [cell(name) for name in ("fcfs-reserve", "tokenflow")]
+    told: list[str] = []
+    here = runs.run_cells(cells)
+    there = runs.run_cells(cells, jobs=2, done=lambda run: told.append(run.cell.policy))
+    assert [deterministic(a.record) for a in here] == [deterministic(b.record) for b in there]
+    assert told == ["fcfs-reserve", "tokenflow"]
+
+
+def test_a_policy_for_two_machines_counts_per_machine() -> None:
+    record = runs.run_cell(cell("disaggregated")).record
+    assert record["num_machines"] == 2
+    assert record["raw_throughput"] * record["virtual_s"] * 2 == pytest.approx(
+        record["num_output_tokens"]
+    )
+    assert record["num_stalls_pause"] is record["num_plans"] is None
+    json.dumps(record, allow_nan=False)
+
+
+def test_a_counted_planner_decides_as_the_one_that_it_counts() -> None:
+    decision = Decision()
+    planner = CountingPlanner(lambda snapshot: decision)
+    assert [planner(None) for _ in range(3)] == [decision] * 3
+    assert planner.num_plans == 3
+
+
+def test_changes_that_a_row_does_not_take_are_refused() -> None:
+    with pytest.raises(ValueError, match="only tokenflow and tokenflow-tiering have parameters"):
+        runs.run_cell(cell("andes", (("conservativeness", 2.0),)))
