@@ -3,8 +3,9 @@
 `python -m perf.sweep --setup h200-a --param conservativeness=1,1.5,2,5,20 --seeds 1-5`. One
 parameter at a time is changed, the others keep what the policy has; with `--grid` all combinations
 are run. A parameter is any field of `tokenflow.policies.TokenflowPolicy`, or of the engine:
-plan_interval_s, lease_tokens, max_num_tokens, max_batch_size, capacity_policy. The first row of
-each set-up is the policy as it is; ratios are to that row, paired by seed.
+plan_interval_s, lease_tokens, max_num_tokens, max_batch_size, learn_output_lengths,
+capacity_policy. The first row of each set-up is the policy as it is; ratios are to that row, paired
+by seed.
 
 All figures are written to perf/results/sweep_NAME.json (`--name`, else the parameters' names).
 """

@@ -265,6 +265,11 @@ def test_a_sweep_compares_each_value_with_the_policy_as_it_is(
     assert [line.split("  ")[0] for line in shown.splitlines() if line.startswith("tok")] == labels
 
 
+def test_the_help_of_a_sweep_names_the_engines_parameters() -> None:
+    names = (*runs.ENGINE_PARAMETERS, "capacity_policy")
+    assert [name for name in names if name not in sweep.__doc__] == []
+
+
 def test_variants_of_a_sweep() -> None:
     one_by_one = sweep.changes_of(["conservativeness=2,5", "plan_interval_s=0.1"])
     assert one_by_one == [
