@@ -26,7 +26,7 @@ from tokenflow.executor.api import (
     Response,
 )
 from tokenflow.executor.kv_api import KvTierStats
-from tokenflow.holds import Holds
+from tokenflow.holds import HoldRefusal, Holds
 from tokenflow.intake import Intake
 from tokenflow.output_lengths import OutputLengths
 from tokenflow.session import Session
@@ -151,9 +151,12 @@ class Coordinator:
 
     def hold(self, handle: int, now: float) -> None:
         """The client holds its stream paused until `release`; see holds.py."""
-        session = self.table.get(handle)
-        if session is not None and not session.answered:
-            self._holds.hold(session, now)
+        self.hold_all((handle,), now)
+
+    def hold_all(self, handles: Sequence[int], now: float) -> HoldRefusal | None:
+        """The same for some streams, those that have not ended: all or none. Why none, or None."""
+        sessions = [s for s in map(self.table.get, handles) if s is not None and not s.answered]
+        return self._holds.hold_all(sessions, now)
 
     def release(self, handle: int, now: float) -> None:
         """The client holds its stream no longer."""

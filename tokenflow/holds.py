@@ -8,10 +8,27 @@ lasted `max_hold_s`. It keeps its place and its tokens meanwhile.
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Callable, Sequence
+
 from tokenflow.answers import Answers
 from tokenflow.commands import EngineCommands
 from tokenflow.session import Session
 from tokenflow.session_table import SessionTable
+
+
+class HoldRefusal(enum.Enum):
+    """Why none of some streams is held.
+
+    ENDED: all of them have ended. TOO_MANY: more streams would be held than may be.
+    """
+
+    ENDED = enum.auto()
+    TOO_MANY = enum.auto()
+
+
+HoldReply = Callable[[HoldRefusal | None], None]
+"""Is told why none of some streams is held, or None."""
 
 
 class Holds:
@@ -49,6 +66,18 @@ class Holds:
         self._table.hold(session, now + left_s, now)
         self._answers.trace("hold", session, now)
         self.pause_running(now)
+
+    def hold_all(self, sessions: Sequence[Session], now: float) -> HoldRefusal | None:
+        """Begin, for all of some unfinished streams or for none; why for none, or None. Those that
+        are held already take no further place."""
+        if not sessions:
+            return HoldRefusal.ENDED
+        new = [session for session in sessions if session.held_until is None]
+        if len(self) + len(new) > self._max_holds:
+            return HoldRefusal.TOO_MANY
+        for session in new:
+            self.hold(session, now)
+        return None
 
     def release(self, session: Session, now: float) -> bool:
         """End; False for a stream that is not held."""

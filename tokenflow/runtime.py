@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from tokenflow.errors import EngineError, for_clients
 from tokenflow.executor.api import Executor, Response
 from tokenflow.executor.kv_api import KvTierStats
 from tokenflow.executor.supervisor import EngineKeeper
+from tokenflow.holds import HoldReply
 from tokenflow.policies import policy_from_config
 from tokenflow.scheduler import plan
 from tokenflow.trace import Tracer
@@ -90,7 +91,6 @@ class Runtime:
         self._executor = executor
         self._keeper = keeper
         self._stall_timeout_s = config.engine_stall_timeout_s
-        self._max_holds = config.max_queue_size
         self._engine_is_killed = False
         self._last_turn_time = self._awake_since = float("-inf")
         self._clock = clock or MonotonicClock()
@@ -139,15 +139,16 @@ class Runtime:
     def pause(self, handle: int) -> None:
         """The client holds its stream paused, at most for max_hold_s. Nothing happens to one that
         is held, has ended, or can never be paused."""
-        self._inbox.put((self._on_pause, (handle,)))
+        self.pause_all((handle,), lambda refusal: None)
+
+    def pause_all(self, handles: Sequence[int], reply: HoldReply) -> None:
+        """The same for some streams, all or none. `reply` is called once, in the runtime thread;
+        never after the shutdown."""
+        self._inbox.put((self._on_pause, (handles, reply)))
 
     def resume(self, handle: int) -> None:
         """The client holds its stream no longer."""
         self._inbox.put((self._on_resume, (handle,)))
-
-    def may_hold(self) -> bool:
-        """False while as many streams are held as may be (max_queue_size)."""
-        return self._gauges.num_held < self._max_holds
 
     def unpausable_reason(self, request: GenerateRequest) -> str | None:
         """Why such a request can never be paused, or None."""
@@ -236,8 +237,8 @@ class Runtime:
     def _on_cancel(self, handle: int) -> None:
         self._coordinator.cancel(handle, self._clock.now())
 
-    def _on_pause(self, handle: int) -> None:
-        self._coordinator.hold(handle, self._clock.now())
+    def _on_pause(self, handles: Sequence[int], reply: HoldReply) -> None:
+        reply(self._coordinator.hold_all(handles, self._clock.now()))
 
     def _on_resume(self, handle: int) -> None:
         self._coordinator.release(handle, self._clock.now())

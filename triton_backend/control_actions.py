@@ -1,14 +1,16 @@
 """Carries out control requests (control.py) on the runtime.
 
 Owns who is asked what, and when the answer is no. Called in the sender thread, which alone knows
-the open answers of an id. Invariant: a refused control request changed nothing.
+the open answers of an id; which streams are held the runtime alone knows, so it decides on a pause
+and replies from its thread. Invariant: a refused control request changed nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tokenflow.holds import HoldRefusal
 from tokenflow.types import GenerateRequest
 from triton_backend.control import (
     Acknowledgement,
@@ -29,47 +31,59 @@ class Refusal:
     code: ErrorCode
 
 
+Reply = Callable[[Refusal | None], None]
+"""Is told once what became of a control request, in whatever thread; None: it was carried out."""
+
+Stream = tuple[int, GenerateRequest]
+"""Handle and request of an unfinished one."""
+
+
 def carry_out(
-    control: ControlRequest,
-    streams: Sequence[tuple[int, GenerateRequest]],
-    runtime: RuntimeControl,
-) -> Refusal | None:
-    """Do what a control request asks. streams: handle and request of the unfinished ones with its
-    id."""
+    control: ControlRequest, streams: Sequence[Stream], runtime: RuntimeControl, reply: Reply
+) -> None:
+    """Do what a control request asks. streams: those with its id."""
     match control:
+        case PauseRequest() | ResumeRequest() if not streams:
+            reply(_not_found(control.request_id))
+            return
+        case PauseRequest():
+            _pause(control.request_id, streams, runtime, reply)
+            return
+        case ResumeRequest():
+            for handle, _ in streams:
+                runtime.resume(handle)
         case StopRequest():
             for handle, _ in streams:
                 runtime.cancel(handle)
         case Acknowledgement(num_consumed=num_consumed):
             for handle, _ in streams:
                 runtime.acknowledge(handle, num_consumed)
-        case PauseRequest() | ResumeRequest():
-            refusal = _hold_refusal(control, streams, runtime)
-            if refusal is not None:
-                return refusal
-            for handle, _ in streams:
-                if isinstance(control, PauseRequest):
-                    runtime.pause(handle)
-                else:
-                    runtime.resume(handle)
-    return None
+    reply(None)
 
 
-def _hold_refusal(
-    control: PauseRequest | ResumeRequest,
-    streams: Sequence[tuple[int, GenerateRequest]],
-    runtime: RuntimeControl,
-) -> Refusal | None:
-    request_id = control.request_id
-    if not streams:
-        return Refusal(f"id: no unfinished request has the id {request_id!r}", ErrorCode.NOT_FOUND)
-    if isinstance(control, PauseRequest):
-        for _, request in streams:
-            reason = runtime.unpausable_reason(request)
-            if reason is not None:
-                message = f"pause: the request {request_id!r} can never be paused: {reason}"
-                return Refusal(message, ErrorCode.INVALID_ARG)
-        if not runtime.may_hold():
-            message = "overloaded: as many streams as may be are held (max_queue_size)"
+def _pause(
+    request_id: str, streams: Sequence[Stream], runtime: RuntimeControl, reply: Reply
+) -> None:
+    for _, request in streams:
+        reason = runtime.unpausable_reason(request)
+        if reason is not None:
+            message = f"pause: the request {request_id!r} can never be paused: {reason}"
+            reply(Refusal(message, ErrorCode.INVALID_ARG))
+            return
+    handles = [handle for handle, _ in streams]
+    runtime.pause_all(handles, lambda refusal: reply(_explain(refusal, request_id)))
+
+
+def _explain(refusal: HoldRefusal | None, request_id: str) -> Refusal | None:
+    match refusal:
+        case HoldRefusal.ENDED:
+            return _not_found(request_id)
+        case HoldRefusal.TOO_MANY:
+            message = "overloaded: no more streams may be held at a time (max_queue_size)"
             return Refusal(message, ErrorCode.UNAVAILABLE)
-    return None
+        case None:
+            return None
+
+
+def _not_found(request_id: str) -> Refusal:
+    return Refusal(f"id: no unfinished request has the id {request_id!r}", ErrorCode.NOT_FOUND)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from tokenflow.clock import Clock
 from tokenflow.types import GenerateRequest, TokenEvent
-from triton_backend.control_actions import carry_out
+from triton_backend.control_actions import Refusal, carry_out
 from triton_backend.responses import encode_chunk
 from triton_backend.stream import Chunk, ErrorCode, TextStream
 from triton_backend.work import Channel, Controlled, Opened, Refused, RuntimeControl
@@ -49,11 +49,19 @@ class _Entry:
         return self.stream.request.generate.request_id
 
 
+@dataclass(frozen=True, slots=True)
+class _Decided:
+    """What became of a control request."""
+
+    channel: Channel
+    refusal: Refusal | None
+
+
 class _Stop:
     """Ends the thread."""
 
 
-_Item = Opened | Refused | Controlled | TokenEvent | _Stop
+_Item = Opened | Refused | Controlled | _Decided | TokenEvent | _Stop
 
 
 class Sender:
@@ -79,6 +87,7 @@ class Sender:
         self._entries: dict[int, _Entry] = {}
         self._handles_of_id: dict[str, set[int]] = {}
         self._early: dict[int, list[TokenEvent]] = {}
+        self._undecided: set[Channel] = set()
         self._last_opened = -1
         self._to_poll: deque[int] = deque()
         self._next_poll_time = 0.0
@@ -133,10 +142,15 @@ class Sender:
                 self._sort_event(item, events)
             elif isinstance(item, Opened):
                 self._open(item, events)
-            elif isinstance(item, _Stop):
-                stopping = True
+            elif isinstance(item, Controlled):
+                self._carry_out(item)
+            elif isinstance(item, _Decided):
+                self._undecided.discard(item.channel)
+                self._answer(item.channel, item.refusal)
+            elif isinstance(item, Refused):
+                self._answer(item.channel, item)
             else:
-                self._answer(item)
+                stopping = True
         for handle, batch in events.items():
             self._deliver(handle, batch)
         if stopping:
@@ -208,20 +222,32 @@ class Sender:
             outputs = encode_chunk(chunk, entry.stream.request, entry.outputs)
             entry.channel.send(outputs, final=chunk.final)
 
-    def _answer(self, item: Refused | Controlled) -> None:
+    def _carry_out(self, item: Controlled) -> None:
+        channel = item.channel
+        self._undecided.add(channel)
         try:
-            if isinstance(item, Refused):
-                item.channel.fail(item.message, item.code)
-                return
-            streams = self._streams_of(item.control.request_id)
-            refusal = carry_out(item.control, streams, self._control())
+            carry_out(
+                item.control,
+                self._streams_of(item.control.request_id),
+                self._control(),
+                lambda refusal: self._inbox.put(_Decided(channel, refusal)),
+            )
+        except Exception:
+            logger.exception("carrying out a control request failed")
+            self._undecided.discard(channel)
+            _close_quietly(channel)
+
+    @staticmethod
+    def _answer(channel: Channel, refusal: Refused | Refusal | None) -> None:
+        """The answer to a request that is none of the open ones."""
+        try:
             if refusal is None:
-                item.channel.send((), final=True)
+                channel.send((), final=True)
             else:
-                item.channel.fail(refusal.message, refusal.code)
+                channel.fail(refusal.message, refusal.code)
         except Exception:
             logger.exception("answering a request failed")
-            _close_quietly(item.channel)
+            _close_quietly(channel)
 
     def _streams_of(self, request_id: str) -> list[tuple[int, GenerateRequest]]:
         """Open answers with this id whose client is still there, in order of arrival."""
@@ -275,12 +301,14 @@ class Sender:
             _close_quietly(entry.channel)
 
     def _end_all(self) -> None:
+        channels = [entry.channel for entry in self._entries.values()]
         for entry in tuple(self._entries.values()):
             self._remove(entry)
+        for channel in (*channels, *self._undecided):
             try:
-                entry.channel.fail(_SHUTTING_DOWN, ErrorCode.UNAVAILABLE)
+                channel.fail(_SHUTTING_DOWN, ErrorCode.UNAVAILABLE)
             except Exception:
-                _close_quietly(entry.channel)
+                _close_quietly(channel)
 
     def _remove(self, entry: _Entry) -> None:
         if self._entries.pop(entry.handle, None) is None:

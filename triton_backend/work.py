@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from tokenflow.holds import HoldReply
 from tokenflow.types import GenerateRequest
 from triton_backend.control import ControlRequest
 from triton_backend.responses import Array
@@ -38,7 +39,7 @@ class Channel(Protocol):
 
 class RuntimeControl(Protocol):
     """What the sender asks of the runtime. None of it waits; a handle whose request has ended is
-    ignored."""
+    ignored. `reply` may be called in any thread."""
 
     def cancel(self, handle: int) -> None: ...
 
@@ -46,11 +47,9 @@ class RuntimeControl(Protocol):
 
     def acknowledge(self, handle: int, num_consumed: int) -> None: ...
 
-    def pause(self, handle: int) -> None: ...
+    def pause_all(self, handles: Sequence[int], reply: HoldReply) -> None: ...
 
     def resume(self, handle: int) -> None: ...
-
-    def may_hold(self) -> bool: ...
 
     def unpausable_reason(self, request: GenerateRequest) -> str | None: ...
 

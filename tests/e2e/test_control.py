@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.clients import Answer, GrpcStream, metric, num_active, post, wait_until
+from tests.e2e.conftest import Factory
 from tests.e2e.test_requests import expected_text
 from triton_backend.launcher import TritonServer
 
@@ -301,3 +302,24 @@ def test_ids_are_the_clients_own_text(alive: TritonServer) -> None:
     stopped = {i for i, answer in answers.items() if answer.finish_reason == "cancelled"}
     assert stopped == {"1 ", "x" * 4096}
     assert all(num_tokens(answers[i]) == 30 for i in ids if i not in stopped)
+
+
+def test_the_streams_of_an_id_are_paused_all_or_none(other_server: Factory) -> None:
+    """At most four may be held: three are, the other three go on."""
+    server = other_server.start(max_queue_size=4, max_batch_size=8, scripted_step_s=0.05)
+    with GrpcStream(server) as stream, GrpcStream(server) as other:
+        for count, request_id in enumerate(("a", "a", "a", "b", "b", "b"), start=1):
+            stream.send(request_id, **LONG)
+            wait_until(
+                lambda n=count: metric(server, "tokenflow_active_requests", state="running") == n
+            )
+        for _ in range(3):
+            assert other.ask(request_id="a", pause=True).error is None
+            assert "overloaded: " in (other.ask(request_id="b", pause=True).error or "")
+            wait_until(lambda: metric(server, "tokenflow_held_requests") == 3)
+        assert other.ask(request_id="a", resume=True).error is None
+        assert other.ask(request_id="b", pause=True).error is None
+        for request_id in ("a", "b"):
+            assert other.ask(request_id=request_id, stop=True).error is None
+        answers = stream.collect(6)
+        assert [answer.finish_reason for answer in answers.values()] == ["cancelled"] * 2

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from tokenflow.holds import HoldRefusal, HoldReply
 from tokenflow.types import EndReason, GenerateRequest, TokenEvent, Usage
 from triton_backend.responses import Array
 from triton_backend.stream import ErrorCode
@@ -79,7 +80,7 @@ def event(
     )
 
 
-@dataclass
+@dataclass(eq=False)
 class FakeChannel:
     """Records what the client would get; `fail_sends` makes every send raise."""
 
@@ -126,8 +127,9 @@ def _plain(array: Array) -> object:
 
 @dataclass
 class FakeRuntime:
-    """Records what is asked of it; `error` makes submit raise, and a request with `unpausable`
-    max_tokens can never be paused."""
+    """Records what is asked of it; `error` makes submit raise, a request with `unpausable`
+    max_tokens can never be paused, and a pause is refused with `refusal`, or waits in `undecided`
+    where `decides` is False."""
 
     submitted: list[GenerateRequest] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
@@ -136,7 +138,9 @@ class FakeRuntime:
     paused: list[int] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
     num_invalid: int = 0
-    max_holds: int = 1000
+    refusal: HoldRefusal | None = None
+    decides: bool = True
+    undecided: list[HoldReply] = field(default_factory=list)
     error: Exception | None = None
     unpausable: int | None = None
 
@@ -161,14 +165,16 @@ class FakeRuntime:
     def acknowledge(self, handle: int, num_consumed: int) -> None:
         self.acknowledged.append((handle, num_consumed))
 
-    def pause(self, handle: int) -> None:
-        self.paused.append(handle)
+    def pause_all(self, handles: Sequence[int], reply: HoldReply) -> None:
+        if not self.decides:
+            self.undecided.append(reply)
+            return
+        if self.refusal is None:
+            self.paused.extend(handles)
+        reply(self.refusal)
 
     def resume(self, handle: int) -> None:
         self.resumed.append(handle)
-
-    def may_hold(self) -> bool:
-        return len(self.paused) < self.max_holds
 
     def unpausable_reason(self, request: GenerateRequest) -> str | None:
         return "a kind" if request.max_tokens == self.unpausable else None

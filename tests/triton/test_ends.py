@@ -20,6 +20,7 @@ from tests.triton.fakes import EOS, FakeChannel, byte_level_tokenizer
 from tokenflow.clock import ManualClock
 from tokenflow.config import ServingConfig
 from tokenflow.coordinator import Coordinator
+from tokenflow.holds import HoldReply
 from tokenflow.inflight.scripted_runner import ScriptedRunner
 from tokenflow.inflight.scripts import fixed
 from tokenflow.types import GenerateRequest, SessionState
@@ -35,17 +36,19 @@ PROMPT = "hello"
 
 class Server:
     """The text service on the in-flight batcher, moved step by step. The model says `script`
-    after every prompt of `num_prompt_tokens` tokens, then `z` for ever."""
+    after every prompt of `num_prompt_tokens` tokens, then `z` for ever. changes:
+    of the settings."""
 
     def __init__(
         self,
         script: Sequence[int],
         tokenizer: TextTokenizer = TWO_ENDS,
         num_prompt_tokens: int = len(PROMPT),
+        **changes: Any,
     ) -> None:
         config = ServingConfig(
             engine="scripted", max_seq_len=128, max_tokens_in_paged_kv_cache=1024,
-            tokens_per_block=4, max_batch_size=8,
+            tokens_per_block=4, max_batch_size=8, **changes,
         )  # fmt: skip
         after = fixed(script, num_prompt_tokens, ord("z"))
         self.runner = ScriptedRunner(after, tokenizer.vocab_size)
@@ -56,8 +59,9 @@ class Server:
         self.coordinator = Coordinator(self.executor, config, self.planner, self.sender.post)
         self.sender.attach(self)
         self.service = TextService(config, tokenizer, self, self.sender, self.clock, lambda: 0)
+        self._pauses: list[tuple[Sequence[int], HoldReply]] = []
 
-    def ask(self, **inputs: Any) -> FakeChannel:
+    def ask(self, request_id: str = "", **inputs: Any) -> FakeChannel:
         tensors = {"text_input": np.array([[PROMPT.encode()]], dtype=np.object_)}
         for name, value in {"max_tokens": 12, "stream": True, **inputs}.items():
             if isinstance(value, (str, list)):
@@ -68,10 +72,20 @@ class Server:
                 tensors[name] = np.array([[value]], dtype=kind)
         channel = FakeChannel()
         outputs = (*OUTPUT_NAMES[:3], "num_output_tokens", "finish_reason", "token_index")
-        self.service.accept("", tensors, {}, outputs, channel)
+        self.service.accept(request_id, tensors, {}, outputs, channel)
+        return channel
+
+    def control(self, request_id: str, name: str) -> FakeChannel:
+        """Post a control request; it is decided at the next step."""
+        channel = FakeChannel()
+        self.service.accept(request_id, {name: np.array([[True]])}, {}, (), channel)
         return channel
 
     def step(self) -> None:
+        self.sender.turn(max_wait_s=0.0)
+        for handles, reply in self._pauses:
+            reply(self.coordinator.hold_all(handles, self.clock.now()))
+        self._pauses.clear()
         self.coordinator.plan(self.clock.now())
         self.executor.begin(self.clock.now())
         self.clock.advance(0.05)
@@ -109,6 +123,15 @@ class Server:
 
     def acknowledge(self, handle: int, num_consumed: int) -> None:
         self.coordinator.acknowledge(handle, num_consumed, self.clock.now())
+
+    def pause_all(self, handles: Sequence[int], reply: HoldReply) -> None:
+        self._pauses.append((handles, reply))
+
+    def resume(self, handle: int) -> None:
+        self.coordinator.release(handle, self.clock.now())
+
+    def unpausable_reason(self, request: GenerateRequest) -> str | None:
+        return self.coordinator.table.unpausable_reason(request)
 
     def start(self) -> None: ...
 

@@ -80,6 +80,7 @@ def test_service_refuses_bad_input_and_answers_control() -> None:
     service.accept("q", {}, {}, OUTPUT_NAMES, bad)
     service.accept("q", {"stop": np.array([[True]])}, {}, OUTPUT_NAMES, stop)
     bench.turn()
+    bench.turn()
     assert bad.errors == [("text_input: is required", ErrorCode.INVALID_ARG)]
     assert (stop.sent, stop.num_finals) == ([{}], 1)
     assert not bench.runtime.submitted
