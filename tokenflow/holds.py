@@ -20,10 +20,12 @@ from tokenflow.session_table import SessionTable
 class HoldRefusal(enum.Enum):
     """Why none of some streams is held.
 
-    ENDED: all of them have ended. TOO_MANY: more streams would be held than may be.
+    ENDED: all of them have ended. USED_UP: one of them has been held for max_hold_s in all.
+    TOO_MANY: more streams would be held than may be.
     """
 
     ENDED = enum.auto()
+    USED_UP = enum.auto()
     TOO_MANY = enum.auto()
 
 
@@ -73,6 +75,8 @@ class Holds:
         if not sessions:
             return HoldRefusal.ENDED
         new = [session for session in sessions if session.held_until is None]
+        if any(session.held_s >= self._max_hold_s for session in new):
+            return HoldRefusal.USED_UP
         if len(self) + len(new) > self._max_holds:
             return HoldRefusal.TOO_MANY
         for session in new:

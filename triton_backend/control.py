@@ -11,7 +11,8 @@ request of its own that carries the id of the stream it is about, and exactly on
 An id may be used by several streams at once; a control request is about all of them, and pauses all
 or none. A stream that is paused already, or not paused, makes pause and resume a success without
 effect. Pause and resume of an id that no unfinished request has are NOT_FOUND; a pause of a request
-that can never be paused is INVALID_ARG and says why. A success is one empty final response.
+that can never be paused, or whose max_hold_s is used up, is INVALID_ARG and says why. A success is
+one empty final response.
 """
 
 from __future__ import annotations

@@ -78,6 +78,11 @@ def _explain(refusal: HoldRefusal | None, request_id: str) -> Refusal | None:
     match refusal:
         case HoldRefusal.ENDED:
             return _not_found(request_id)
+        case HoldRefusal.USED_UP:
+            message = (
+                f"pause: the request {request_id!r} was held as long as it may be (max_hold_s)"
+            )
+            return Refusal(message, ErrorCode.INVALID_ARG)
         case HoldRefusal.TOO_MANY:
             message = "overloaded: no more streams may be held at a time (max_queue_size)"
             return Refusal(message, ErrorCode.UNAVAILABLE)

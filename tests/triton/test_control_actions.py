@@ -94,6 +94,7 @@ def test_what_can_never_be_paused_is_refused_with_the_reason_and_all_or_none_are
 @pytest.mark.parametrize(
     ("refusal", "code", "message"),
     [
+        (HoldRefusal.USED_UP, ErrorCode.INVALID_ARG, "pause: the request 'x' was held as long as"),
         (HoldRefusal.TOO_MANY, ErrorCode.UNAVAILABLE, "overloaded: no more streams may be held at"),
         (HoldRefusal.ENDED, ErrorCode.NOT_FOUND, "id: no unfinished request has the id 'x'"),
     ],

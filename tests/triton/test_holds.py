@@ -97,3 +97,17 @@ def test_a_pause_that_crosses_the_end_of_its_stream_is_not_found() -> None:
     assert channel.sent[-1]["finish_reason"] == "cancelled"
     ((message, code),) = answer.errors
     assert (message, code) == ("id: no unfinished request has the id 'x'", ErrorCode.NOT_FOUND)
+
+
+def test_a_stream_that_used_up_its_holds_refuses_a_pause_for_all_of_its_id() -> None:
+    server, channels = serve("x", max_hold_s=1.0)
+    assert not pause(server, "x")
+    server.clock.advance(1.0)  # it goes on, as if it were resumed
+    server.step()
+    assert server.coordinator.num_held == 0
+    channels.append(server.ask("x", max_tokens=len(ANSWER)))
+    server.step()
+    message = "pause: the request 'x' was held as long as it may be (max_hold_s)"
+    assert pause(server, "x") == [(message, ErrorCode.INVALID_ARG)]
+    assert server.coordinator.num_held == 0
+    expect_whole(server, channels)
