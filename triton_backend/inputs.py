@@ -43,6 +43,7 @@ _ONLY_EMPTY = ("prompt_embedding_table",)
 _ONLY_FALSE = ("return_context_logits", "return_generation_logits", "return_perf_metrics")
 _ONLY_INTEGER = {"beam_width": 1, "num_return_sequences": 1, "prompt_vocab_size": 0}
 
+_MAX_MISSPELT_CHARACTERS = 64  # a longer name resembles none; comparing one of 30 MB takes seconds
 _INT32_MAX = (1 << 31) - 1
 
 
@@ -64,6 +65,8 @@ def refuse_unknown(
 
 
 def _suggestion(name: str) -> str:
+    if len(name) > _MAX_MISSPELT_CHARACTERS:
+        return ""
     close = difflib.get_close_matches(name, INPUT_NAMES, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,14 @@ def test_parameters_that_triton_and_its_clients_add_are_accepted() -> None:
 def test_misspelt_input_is_named_with_a_suggestion() -> None:
     with pytest.raises(InvalidRequestError, match=r"^max_token: .*did you mean max_tokens\?"):
         parse({"max_token": 5})
+
+
+def test_a_long_unknown_name_is_refused_at_once() -> None:
+    """Comparing it with all names would take many seconds."""
+    start = time.process_time()
+    with pytest.raises(InvalidRequestError, match=r"unknown input or parameter$"):
+        parse({"z" * 60_000_000: 5})
+    assert time.process_time() - start < 2.0
 
 
 _ARRAYS = st.one_of(
