@@ -1,7 +1,7 @@
 """Words that a client names: stop words, bad words, biased words.
 
 Owns their limits and the token ids of bad and biased words. Pure. Stop words stay text
-(stop_strings.py). An empty word means "none", as clients send it.
+(stop_strings.py). An empty word means "none", as clients send it; it counts for the limit.
 
 A bad word is kept out as token sequences, in every way the tokenizer begins it (text.py). It is the
 last token of a sequence that is kept from coming, so `New York` bans `York` after `New` only. The
@@ -28,9 +28,7 @@ MAX_BIAS = 1e6
 
 def read_words(fields: Fields, name: str) -> tuple[str, ...]:
     """The words of an input, each once. Raises InvalidRequestError for too many or too long."""
-    words = tuple(word for word in fields.texts(name) if word)
-    _check_limits(name, words)
-    return tuple(dict.fromkeys(words))
+    return tuple(dict.fromkeys(word for word in _texts(fields, name) if word))
 
 
 def read_bad_words(fields: Fields, tokenizer: TextTokenizer) -> tuple[tuple[int, ...], ...]:
@@ -54,9 +52,9 @@ def read_bad_words(fields: Fields, tokenizer: TextTokenizer) -> tuple[tuple[int,
 def read_embedding_bias(fields: Fields, tokenizer: TextTokenizer) -> tuple[tuple[int, float], ...]:
     """(token id, value added to its logit), each id once, in order of ids. The n-th weight belongs
     to the n-th word. Raises InvalidRequestError."""
-    words = fields.texts("embedding_bias_words")
+    words = _texts(fields, "embedding_bias_words")
+    _check_count(fields, "embedding_bias_weights")
     weights = fields.numbers("embedding_bias_weights")
-    _check_limits("embedding_bias_words", words)
     if not any(words):
         if any(weights):
             raise InvalidRequestError("embedding_bias_weights", "needs embedding_bias_words")
@@ -80,11 +78,19 @@ def read_embedding_bias(fields: Fields, tokenizer: TextTokenizer) -> tuple[tuple
     return tuple(sorted((token_id, value) for token_id, value in bias.items() if value))
 
 
-def _check_limits(name: str, words: tuple[str, ...]) -> None:
-    if len(words) > MAX_WORDS:
-        raise InvalidRequestError(name, f"at most {MAX_WORDS}, got {len(words)}")
+def _texts(fields: Fields, name: str) -> tuple[str, ...]:
+    """The words as they were sent, empty ones too. Raises InvalidRequestError."""
+    _check_count(fields, name)
+    words = fields.texts(name)
     for word in words:
         if len(word) > MAX_WORD_CHARACTERS:
             raise InvalidRequestError(
                 name, f"at most {MAX_WORD_CHARACTERS} characters each, got {len(word)}"
             )
+    return words
+
+
+def _check_count(fields: Fields, name: str) -> None:
+    """Before the elements are read: of a list of millions, that takes seconds."""
+    if fields.size(name) > MAX_WORDS:
+        raise InvalidRequestError(name, f"at most {MAX_WORDS}, got {fields.size(name)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,6 +88,16 @@ def test_words_and_ways_come_once_and_empty_ones_mean_none() -> None:
     assert parse().generate.bad_words == ()
 
 
+@pytest.mark.parametrize("name", ["stop_words", "bad_words", "embedding_bias_words"])
+def test_too_many_words_are_refused_unread(name: str) -> None:
+    """Empty ones count, and none of them is looked at."""
+    parse(**{name: [""] * 64})
+    unreadable = np.full((1, 65), object(), dtype=np.object_)
+    for words in ([""] * 65, unreadable):
+        with pytest.raises(InvalidRequestError, match=f"^{name}: at most 64, got 65"):
+            parse(**{name: words})
+
+
 @pytest.mark.parametrize("name", ["bad_words", "embedding_bias_words"])
 def test_a_word_that_the_model_cannot_write_is_named(name: str) -> None:
     """Without its `é` it would be another word: an `a`, or no more than a space."""
@@ -116,6 +127,8 @@ def test_biases_by_token_add_up() -> None:
         (["a"], [float("nan")], "embedding_bias_weights: must hold finite numbers"),
         (["a"], [-2e6], "embedding_bias_weights: must be in"),
         (["a"] * 65, [1.0] * 65, "embedding_bias_words: at most 64"),
+        ([""] * 65, None, "embedding_bias_words: at most 64"),
+        (["a"], [1.0] * 65, "embedding_bias_weights: at most 64"),
         (["a" * 1025], [1.0], "embedding_bias_words: at most 1024 characters"),
     ],
 )
