@@ -11,6 +11,7 @@ Invariants: DIR/perf_analyzer exists only when it has answered `--version`; a se
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import re
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenflow.errors import TokenFlowError
@@ -170,11 +172,16 @@ def _write_wrapper(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Command line: an optional folder."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT_FOLDER
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.get_perf_analyzer",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, nargs="?", default=DEFAULT_FOLDER, metavar="DIR")
     try:
-        print(get_perf_analyzer(folder))
+        print(get_perf_analyzer(parser.parse_args(arguments).folder))
     except ToolError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

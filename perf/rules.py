@@ -6,7 +6,8 @@ virtual time on the same requests; a rule whose removal costs nothing anywhere h
 policy. A set-up is NAME, NAME:RATE or NAME:RATE:HOST_GB. The verdict's terms stand in
 perf/lab/rule_outcomes.py.
 
-All figures are written to perf/results/rules.json, or to the file of `--output`.
+All figures are written to perf/results/rules.json, or to the file of `--output`; where `--rules`
+names some, only to the latter.
 """
 
 from __future__ import annotations
@@ -32,17 +33,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         variants = VARIANTS if parsed.rules is None else rules.find(parsed.rules)
         chosen = [rule_setups.setup_of(text) for text in parsed.setups]
         asked = rules.cells(chosen, variants, parsed.seeds)
-        prepare(parsed.output)
+        output = parsed.output or (RESULTS if parsed.rules is None else None)
+        prepare(output)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     records = [run.record for run in runs.run_cells(asked, jobs=parsed.jobs, done=say)]
     result = rule_outcomes.outcomes(records, variants)
-    write(parsed.output, result)
+    if output is not None:
+        write(output, result)
     if parsed.json:
         json.dump(result, sys.stdout, indent=1, allow_nan=False)
         print()
     else:
-        print(f"{rule_tables.terminal([result])}\n\nwritten to {parsed.output}")
+        print(rule_tables.terminal([result]))
+        if output is not None:
+            print(f"\nwritten to {output}")
     return 0
 
 
@@ -56,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         "--setups", type=comma_separated, default=list(rule_setups.DEFAULT_SETUPS), metavar="A,B,C"
     )
     parser.add_argument("--rules", type=comma_separated, metavar="NAME,NAME", help="only these")
-    add_runs(parser, RESULTS)
+    add_runs(parser)
     return parser
 
 

@@ -26,6 +26,17 @@ class TokenFlowError(Exception):
     """Base of every error this library raises on purpose."""
 
 
+_MAX_QUOTED_CHARACTERS = 200
+
+
+def shortened(text: str) -> str:
+    """What a client wrote, to be quoted in a message: over gRPC a message of more than 16 kB does
+    not arrive, and says nothing of what is wrong."""
+    if len(text) <= _MAX_QUOTED_CHARACTERS:
+        return text
+    return f"{text[:_MAX_QUOTED_CHARACTERS]}… ({len(text):,} characters)"
+
+
 class InvalidRequestError(TokenFlowError):
     """A request field is missing, has the wrong type or is out of range.
 
@@ -33,7 +44,7 @@ class InvalidRequestError(TokenFlowError):
     """
 
     def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
+        super().__init__(f"{shortened(field)}: {message}")
         self.field = field
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tokenflow.errors import shortened
 from tokenflow.holds import HoldRefusal
 from tokenflow.types import GenerateRequest
 from triton_backend.control import (
@@ -67,7 +68,7 @@ def _pause(
     for _, request in streams:
         reason = runtime.unpausable_reason(request)
         if reason is not None:
-            message = f"pause: the request {request_id!r} can never be paused: {reason}"
+            message = f"pause: the request {_quoted(request_id)} can never be paused: {reason}"
             reply(Refusal(message, ErrorCode.INVALID_ARG))
             return
     handles = [handle for handle, _ in streams]
@@ -79,9 +80,8 @@ def _explain(refusal: HoldRefusal | None, request_id: str) -> Refusal | None:
         case HoldRefusal.ENDED:
             return _not_found(request_id)
         case HoldRefusal.USED_UP:
-            message = (
-                f"pause: the request {request_id!r} was held as long as it may be (max_hold_s)"
-            )
+            quoted = _quoted(request_id)
+            message = f"pause: the request {quoted} was held as long as it may be (max_hold_s)"
             return Refusal(message, ErrorCode.INVALID_ARG)
         case HoldRefusal.TOO_MANY:
             message = "overloaded: no more streams may be held at a time (max_queue_size)"
@@ -91,4 +91,9 @@ def _explain(refusal: HoldRefusal | None, request_id: str) -> Refusal | None:
 
 
 def _not_found(request_id: str) -> Refusal:
-    return Refusal(f"id: no unfinished request has the id {request_id!r}", ErrorCode.NOT_FOUND)
+    message = f"id: no unfinished request has the id {_quoted(request_id)}"
+    return Refusal(message, ErrorCode.NOT_FOUND)
+
+
+def _quoted(request_id: str) -> str:
+    return repr(shortened(request_id))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tokenflow.errors import InvalidRequestError
+from tokenflow.errors import InvalidRequestError, shortened
 
 Tensor = npt.NDArray[Any]
 
@@ -156,11 +156,11 @@ def check_number(
     Raises InvalidRequestError for text that is no number, NaN, infinity or a value out of range.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise InvalidRequestError(name, f"must be a number, got {value!r}")
+        raise InvalidRequestError(name, f"must be a number, got {shortened(repr(value))}")
     try:
         number = float(value)
     except (ValueError, OverflowError):
-        raise InvalidRequestError(name, f"must be a number, got {value!r}") from None
+        raise InvalidRequestError(name, f"must be a number, got {shortened(repr(value))}") from None
     inside = low < number <= high if above_low else low <= number <= high
     if not inside:  # NaN is inside nothing
         border = "(" if above_low else "["

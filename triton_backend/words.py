@@ -14,7 +14,7 @@ tokenizer adds in front of a prompt; here that gets no weight).
 
 from __future__ import annotations
 
-from tokenflow.errors import InvalidRequestError
+from tokenflow.errors import InvalidRequestError, shortened
 from triton_backend.fields import Fields, check_number
 from triton_backend.text import TextTokenizer
 
@@ -38,7 +38,9 @@ def read_bad_words(fields: Fields, tokenizer: TextTokenizer) -> tuple[tuple[int,
     for word in read_words(fields, "bad_words"):
         ways = tokenizer.encode_word_everywhere(word)
         if not ways:
-            raise InvalidRequestError("bad_words", f"the model has no tokens for {word!r}")
+            raise InvalidRequestError(
+                "bad_words", f"the model has no tokens for {shortened(word)!r}"
+            )
         num_tokens += sum(len(way) for way in ways if way not in sequences)
         # Refused at once: the tokens of many long words take seconds in which nobody is let in.
         if num_tokens > MAX_BAD_WORD_TOKENS:
@@ -71,7 +73,7 @@ def read_embedding_bias(fields: Fields, tokenizer: TextTokenizer) -> tuple[tuple
         check_number("embedding_bias_weights", weight, -MAX_BIAS, MAX_BIAS)
         token_ids = tokenizer.encode_word(word)
         if word and not token_ids:
-            message = f"the model has no tokens for {word!r}"
+            message = f"the model has no tokens for {shortened(word)!r}"
             raise InvalidRequestError("embedding_bias_words", message)
         for token_id in token_ids:
             bias[token_id] = bias.get(token_id, 0.0) + weight

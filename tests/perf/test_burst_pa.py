@@ -103,3 +103,13 @@ def test_without_a_mirror_the_way_out_is_named(tmp_path: Path) -> None:
     (tmp_path / "sources.list").write_text("deb http://mirror.test/ubuntu x main\n")
     with pytest.raises(ToolError, match="Debian 13"):
         get_perf_analyzer.find_debian_mirror(tmp_path)
+
+
+def test_asking_for_help_downloads_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(get_perf_analyzer, "get_perf_analyzer", lambda _: pytest.fail("called"))
+    with pytest.raises(SystemExit) as stopped:
+        get_perf_analyzer.main(["--help"])
+    assert stopped.value.code == 0
+    assert "private folder" in capsys.readouterr().out

@@ -164,6 +164,16 @@ def test_the_command_says_what_a_rule_is_worth(
     assert "make rules" in report.regenerate(block, results=tmp_path / "nothing")
 
 
+def test_some_rules_leave_the_results_of_all_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    published = tmp_path / "rules.json"
+    monkeypatch.setattr(rules, "RESULTS", published)
+    assert rules.main(["--setups", "classes", "--rules", "no-classes"]) == 0
+    assert not published.exists()
+    assert "written" not in capsys.readouterr().out
+
+
 def test_retention_can_be_turned_off() -> None:
     whole = rule_setups.OWN["classes"]
     workload = dataclasses.replace(
