@@ -27,7 +27,7 @@ from tokenflow.errors import EngineError, for_clients
 from tokenflow.executor.api import Executor, Response
 from tokenflow.executor.kv_api import KvTierStats
 from tokenflow.executor.supervisor import EngineKeeper
-from tokenflow.holds import HoldReply
+from tokenflow.holds import HoldRefusal, HoldReply
 from tokenflow.policies import policy_from_config
 from tokenflow.scheduler import plan
 from tokenflow.trace import Tracer
@@ -238,7 +238,11 @@ class Runtime:
         self._coordinator.cancel(handle, self._clock.now())
 
     def _on_pause(self, handles: Sequence[int], reply: HoldReply) -> None:
-        reply(self._coordinator.hold_all(handles, self._clock.now()))
+        refusal: HoldRefusal | None = HoldRefusal.ENDED  # so all have, if this fails
+        try:
+            refusal = self._coordinator.hold_all(handles, self._clock.now())
+        finally:
+            reply(refusal)
 
     def _on_resume(self, handle: int) -> None:
         self._coordinator.release(handle, self._clock.now())

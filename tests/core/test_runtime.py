@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import random
 import threading
 import time
@@ -15,6 +16,7 @@ import pytest
 from tokenflow.config import ServingConfig
 from tokenflow.errors import EngineError
 from tokenflow.executor.api import Response
+from tokenflow.holds import HoldRefusal
 from tokenflow.inflight.executor import InflightExecutor
 from tokenflow.inflight.scripted_runner import ScriptedRunner
 from tokenflow.inflight.scripts import expected, pseudo_random
@@ -168,6 +170,20 @@ def test_a_planner_that_raises_ends_every_request_and_later_ones() -> None:
     assert runtime.gauges().counters.num_failed == 2
     runtime.shutdown(5.0)
     executor.shutdown()
+
+
+def test_a_pause_that_fails_is_answered_all_the_same(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    handle = served.submit((1, 2, 3), 200)
+    monkeypatch.setattr("tokenflow.holds.Holds.hold_all", fail)
+    replies: queue.SimpleQueue[HoldRefusal | None] = queue.SimpleQueue()
+    served.runtime.pause_all((handle,), replies.put)
+    assert replies.get(timeout=20) is HoldRefusal.ENDED
+    served.sink.wait_ends([handle])
 
 
 class DyingExecutor(InflightExecutor):
