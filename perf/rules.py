@@ -21,6 +21,7 @@ from pathlib import Path
 from perf.lab import rule_outcomes, rule_setups, rule_tables, rules, runs
 from perf.lab.rules import VARIANTS
 from perf.simulate import add_runs, comma_separated, interruptible, prepare, say, write
+from tokenflow.errors import TokenFlowError
 
 RESULTS = Path(__file__).parent / "results" / "rules.json"
 
@@ -35,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         asked = rules.cells(chosen, variants, parsed.seeds)
         output = parsed.output or (RESULTS if parsed.rules is None else None)
         prepare(output)
-    except (ValueError, OSError) as error:
+        runs.check(asked)
+    except (ValueError, OSError, TokenFlowError) as error:
         parser.error(str(error))
     records = [run.record for run in runs.run_cells(asked, jobs=parsed.jobs, done=say)]
     result = rule_outcomes.outcomes(records, variants)

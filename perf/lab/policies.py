@@ -73,6 +73,13 @@ class PolicyRow:
             has_retention=self.has_retention,
         )
 
+    def check(self, base: SimEngine) -> None:
+        """Raises ConfigError where `base` with the settings of this row is no engine."""
+        if self.num_machines > 1:
+            disaggregated.run((), self.engine(base))
+        else:
+            Simulation((), self.make_planner(), self.engine(base))
+
     def run(
         self,
         requests: Sequence[SimRequest],

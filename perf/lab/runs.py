@@ -127,10 +127,28 @@ def run_cells(
 
 
 def check(cells: Sequence[Cell]) -> None:
-    """Refuse what cannot be run, before anything is. Raises as `run_cell`, and ConfigError for an
-    engine that cannot be."""
+    """Refuse what cannot be run, before anything is. Raises as `run_cell`, ConfigError for an
+    engine that cannot be, and ValueError for a request that its engine would refuse or cut short:
+    what was asked for would not be what is measured."""
+    with without_warnings():
+        for cell in {(cell.setup, cell.policy, cell.changes): cell for cell in cells}.values():
+            _row(cell).check(_base(cell))
     for cell in cells:
-        _row(cell).engine(_base(cell)).config()
+        _check_lengths(cell)
+
+
+def _check_lengths(cell: Cell) -> None:
+    """Of work from elsewhere; the set-ups' own fits their engines."""
+    engine = setups.engine(cell.setup)
+    longest, pool = engine.max_seq_len, engine.num_total_blocks * engine.tokens_per_block
+    for request in cell.work or ():
+        num_tokens = request.num_prompt_tokens + request.max_tokens
+        limit = request.num_prompt_tokens + (request.limit_tokens or request.max_tokens)
+        if num_tokens > longest or min(limit, longest) - 1 > pool:  # the last one needs no block
+            raise ValueError(
+                f"the request that arrives at {request.arrival_time:g} s has {num_tokens} tokens, "
+                f"up to {limit}: {cell.setup.name} takes {longest}, and {pool} in its KV pool"
+            )
 
 
 def run_cell(cell: Cell) -> Run:

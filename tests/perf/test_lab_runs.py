@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
 
@@ -10,6 +11,7 @@ from perf.lab import runs, setups
 from perf.lab.measures import deterministic
 from perf.lab.runs import Cell, Changes, CountingPlanner
 from perf.virtual.values import SimRequest
+from tokenflow.errors import ConfigError
 from tokenflow.types import Decision
 
 WORK = tuple(
@@ -59,6 +61,28 @@ def test_a_counted_planner_decides_as_the_one_that_it_counts() -> None:
     planner = CountingPlanner(lambda snapshot: decision)
     assert [planner(None) for _ in range(3)] == [decision] * 3
     assert planner.num_plans == 3
+
+
+def test_an_answer_that_may_be_longer_than_the_pool_is_refused_and_one_that_is_not_runs() -> None:
+    """The engine looks at the limit that a request names, within the length of its sequences."""
+    setup = dataclasses.replace(setups.find("4090-a"), memory_fraction=0.7)
+    engine = setups.engine(setup)
+    pool = engine.num_total_blocks * engine.tokens_per_block
+    assert pool < engine.max_seq_len
+    for limit, is_refused in ((pool - 19, False), (pool - 18, True)):
+        request = SimRequest(
+            arrival_time=0.0, num_prompt_tokens=20, max_tokens=5, limit_tokens=limit
+        )
+        one = Cell(setup=setup, policy="fcfs-reserve", seed=1, work=(request,), source="x")
+        assert runs.run_cell(one).record["num_failed"] == is_refused
+        with pytest.raises(ValueError, match="pool") if is_refused else nullcontext():
+            runs.check([one])
+
+
+@pytest.mark.parametrize("policy", ["tokenflow", "disaggregated"])
+def test_a_machine_that_is_no_engine_is_refused_before_anything_is_run(policy: str) -> None:
+    with pytest.raises(ConfigError, match="must hold one token for each of max_batch_size"):
+        runs.check([cell(policy, (("max_num_tokens", 16),))])
 
 
 def test_changes_that_a_row_does_not_take_are_refused() -> None:

@@ -40,10 +40,22 @@ def test_a_trace_without_a_request_is_refused(
 def test_work_of_which_nobody_gets_a_token_has_figures_and_no_goals(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    path, output = trace(tmp_path, "0,20000,10,6,"), tmp_path / "out.json"
+    path, output = trace(tmp_path, "0,100,10,6,0"), tmp_path / "out.json"
     arguments = ["--setup", "4090-a", "--trace-in", str(path), "--output", str(output)]
     assert simulate.main(arguments) == 0
     assert '"goals": []' in output.read_text()
+
+
+@pytest.mark.parametrize(
+    ("row", "num_tokens"), [("0,20000,10,6,", 20010), ("0,10,99999999999,6,", 100000000009)]
+)
+def test_requests_that_the_engine_would_refuse_or_cut_short_are_no_work(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, row: str, num_tokens: int
+) -> None:
+    path = trace(tmp_path, "0,10,10,6,", row)
+    said = refusal(capsys, simulate.main, "--setup", "4090-a", "--trace-in", path)
+    assert f"at 0 s has {num_tokens} tokens" in said
+    assert "4090-a takes 16384" in said
 
 
 def test_days_between_requests_and_clients_that_would_leave_later_are_no_fault(
@@ -60,6 +72,8 @@ def test_days_between_requests_and_clients_that_would_leave_later_are_no_fault(
     [
         (("--param", "max_batch_size=0"), "max_batch_size: must be in"),
         (("--param", "plan_interval_s=0"), "plan_interval_s: must be in"),
+        (("--param", "max_num_tokens=16"), "must hold one token for each of max_batch_size"),
+        (("--param", "max_batch_size=4096"), "must hold one token for each of max_batch_size"),
         (("--param", "capacity_policy=foo"), "foo"),
         (("--param", "max_batch_size=16", "--name", "a/../b"), "--name is part of a file's name"),
     ],
