@@ -248,17 +248,12 @@ def seeds(value: str) -> list[int]:
     return found
 
 
-def positive(value: str) -> float:
-    """A number > 0."""
-    number = float(value)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be > 0, got {value!r}")
-    return number
-
-
 def whole(value: str) -> int:
     """A whole number > 0."""
-    return int(positive(str(int(value))))
+    number = int(value)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be > 0, got {value!r}")
+    return number
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -284,7 +279,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def add_common(parser: argparse.ArgumentParser) -> None:
     """What commands take that change set-ups and their requests."""
-    parser.add_argument("--rate", type=positive, help="tokens/s of all readers (6 or 20)")
+    parser.add_argument("--rate", type=float, help="tokens/s of all readers (6 or 20)")
     parser.add_argument("--host-gb", type=float, help="host memory, 10^9 bytes (0, 32 or 128)")
     parser.add_argument("--trace-in", type=Path, help="CSV: requests instead of the set-up's")
     add_runs(parser)

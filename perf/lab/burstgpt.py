@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from perf.lab.mixes import Mix, asked
-from perf.lab.traces import TraceError, number, rows, whole
+from perf.lab.traces import MAX_TIME_S, TraceError, number, rows, whole
 from perf.lab.workloads import streams
 from perf.virtual.values import SimRequest
 
@@ -77,7 +77,7 @@ def _row(path: Path, line: int, cells: dict[str, str]) -> tuple[float, int, int]
     """(timestamp, request tokens, response tokens)."""
     column = "Timestamp"
     try:
-        time = number(cells[column])
+        time = number(cells[column], 0.0, MAX_TIME_S)
         column = "Request tokens"
         num_prompt = whole(cells[column])
         column = "Response tokens"

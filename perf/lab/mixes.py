@@ -18,6 +18,8 @@ from tokenflow.types import BoolArray, FloatArray, IntArray
 
 READER = "reader"
 MACHINE = "machine"
+READ_RATE_BOUNDS = (0.01, 10_000.0)
+"""Tokens/s that the server takes for a reader's rate."""
 
 
 class Readers(Protocol):
@@ -30,13 +32,14 @@ class Readers(Protocol):
 
 @dataclass(frozen=True)
 class OneRate:
-    """Everybody reads `rate` tokens/s. Raises ValueError for rate <= 0."""
+    """Everybody reads `rate` tokens/s. Raises ValueError outside READ_RATE_BOUNDS."""
 
     rate: float
 
     def __post_init__(self) -> None:
-        if not self.rate > 0:
-            raise ValueError(f"rate must be > 0, got {self.rate}")
+        low, high = READ_RATE_BOUNDS
+        if not low <= self.rate <= high:
+            raise ValueError(f"rate must be in [{low:g}, {high:g}] tokens/s, got {self.rate:g}")
 
     def rates(self, rng: np.random.Generator, num: int) -> FloatArray:
         """See Readers."""

@@ -101,18 +101,20 @@ DEFAULT_SETUPS = (
 
 
 def setup_of(text: str) -> Setup:
-    """The set-up of NAME, NAME:RATE or NAME:RATE:HOST_GB, of OWN or setups.SETUPS; an empty RATE
-    leaves the readers as they are.
+    """The set-up of NAME, NAME:RATE or NAME:RATE:HOST_GB, of OWN or setups.SETUPS; an empty number
+    leaves it as it is.
 
-    Raises ValueError for a name that is neither, or a number that is none.
+    Raises ValueError for a name that is neither, a number that is none, and as setups.with_rate
+    and with_host.
     """
     name, *numbers = text.split(":")
     setup = OWN.get(name) or setups.find(name)
-    if len(numbers) > 2:
+    changes = (setups.with_rate, setups.with_host)
+    if len(numbers) > len(changes):
         raise ValueError(f"{text!r} is not NAME:RATE:HOST_GB")
-    if numbers and numbers[0]:
-        rate = float(numbers[0])
-        if not 0 < rate < float("inf"):
-            raise ValueError(f"{text!r}: the readers' rate must be > 0")
-        setup = setups.with_rate(setup, rate)
-    return setups.with_host(setup, float(numbers[1])) if len(numbers) > 1 else setup
+    for change, number in zip(changes, numbers, strict=False):
+        try:
+            setup = change(setup, float(number)) if number else setup
+        except ValueError as error:
+            raise ValueError(f"{text!r}: {error}") from None
+    return setup

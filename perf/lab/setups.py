@@ -215,7 +215,7 @@ def find(name: str) -> Setup:
 
 
 def with_rate(setup: Setup, rate: float) -> Setup:
-    """`setup` with all its readers at `rate` tokens/s. Raises ValueError for rate <= 0."""
+    """`setup` with all its readers at `rate` tokens/s. Raises ValueError as OneRate."""
     mix = dataclasses.replace(setup.workload.mix, readers=OneRate(rate))
     return dataclasses.replace(setup, workload=setup.workload.with_mix(mix))
 

@@ -5,7 +5,7 @@ any order, the first four required:
 
 | column | value | when the column is absent |
 |---|---|---|
-| arrival_time | s from the start | – |
+| arrival_time | s from the start, up to MAX_TIME_S | – |
 | num_prompt_tokens | tokens | – |
 | max_tokens | tokens of the answer; its limit, unless limit_tokens is more | – |
 | read_rate | tokens/s; empty: a machine | – |
@@ -26,16 +26,17 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from perf.lab.mixes import MACHINE, READER
+from perf.lab.mixes import MACHINE, READ_RATE_BOUNDS, READER
 from perf.virtual.values import SimRequest
 
 COLUMNS = tuple(field.name for field in dataclasses.fields(SimRequest))
 _PLAIN = re.compile(r"[0-9.eE+-]+")
+MAX_TIME_S = 1e9
+"""Instants are told apart to less than a microsecond up to here."""
 _REQUIRED = ("arrival_time", "num_prompt_tokens", "max_tokens", "read_rate")
 
 
@@ -160,24 +161,19 @@ def whole(text: str, low: int = 0) -> int:
     return int(text)
 
 
-def number(text: str, low: float = 0.0, high: float = math.inf) -> float:
-    """A finite number. Raises ValueError for anything else, and outside low..high."""
+def number(text: str, low: float, high: float) -> float:
+    """A number. Raises ValueError for anything else, and outside low..high."""
     try:
         value = float(text if _PLAIN.fullmatch(text) else "")
     except ValueError:
         raise ValueError(f"must be a number, got {text!r}") from None
-    if not math.isfinite(value) or not low <= value <= high:
-        raise ValueError(f"must be a finite number from {low} to {high}, got {text!r}")
+    if not low <= value <= high:
+        raise ValueError(f"must be a number from {low:g} to {high:g}, got {text!r}")
     return value
 
 
 def _rate(text: str) -> float | None:
-    if not text:
-        return None
-    value = number(text)
-    if value == 0:
-        raise ValueError("must be > 0, or empty for a machine")
-    return value
+    return number(text, *READ_RATE_BOUNDS) if text else None
 
 
 def _truth(text: str) -> bool:
@@ -193,7 +189,7 @@ def _name(text: str) -> str:
 
 
 _PARSERS: dict[str, Callable[[str], object]] = {
-    "arrival_time": number,
+    "arrival_time": lambda text: number(text, 0.0, MAX_TIME_S),
     "num_prompt_tokens": lambda text: whole(text, 1),
     "max_tokens": lambda text: whole(text, 1),
     "read_rate": _rate,
@@ -201,7 +197,7 @@ _PARSERS: dict[str, Callable[[str], object]] = {
     "pausable": _truth,
     "kind": _name,
     "num_shared_tokens": whole,
-    "cancel_after_s": lambda text: number(text) if text else None,
+    "cancel_after_s": lambda text: number(text, 0.0, MAX_TIME_S) if text else None,
     "conversation": lambda text: whole(text) if text else None,
     "num_history_tokens": whole,
     "limit_tokens": lambda text: whole(text, 1) if text else None,

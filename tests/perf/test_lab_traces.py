@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perf.lab.burstgpt import read_burstgpt
-from perf.lab.mixes import Mix, OneRate
+from perf.lab.mixes import READ_RATE_BOUNDS, Mix, OneRate
 from perf.lab.setups import SETUPS, requests
 from perf.lab.traces import COLUMNS, TraceError, read_trace, write_trace
 from perf.virtual.values import SimRequest
+from triton_backend import codec
 
 HEADER = "arrival_time,num_prompt_tokens,max_tokens,read_rate"
 seconds = st.floats(0.0, 1e9, allow_nan=False)
@@ -27,7 +28,7 @@ def singles(draw: st.DrawFn) -> SimRequest:
         arrival_time=draw(seconds),
         num_prompt_tokens=num_prompt,
         max_tokens=max_tokens,
-        read_rate=draw(st.none() | st.floats(1e-6, 1e6)),
+        read_rate=draw(st.none() | st.floats(*READ_RATE_BOUNDS)),
         priority=draw(st.floats(0.0, 1.0)),
         pausable=draw(st.booleans()),
         kind=draw(st.text(min_size=1, max_size=8).filter(lambda t: "\x00" not in t)),
@@ -83,11 +84,15 @@ def test_four_columns_are_enough_in_any_order(tmp_path: Path) -> None:
         (f"{HEADER}\n1 ,1,1,5\n", 2, "arrival_time"),
         (f"{HEADER}\nnan,1,1,5\n", 2, "arrival_time"),
         (f"{HEADER}\n2,1,1,5\n1,1,1,5\n", 3, "arrival_time"),
+        (f"{HEADER}\n1e300,1,1,5\n", 2, "arrival_time"),
         (f"{HEADER}\n0,1.0,1,5\n", 2, "num_prompt_tokens"),
         (f"{HEADER}\n0,0,1,5\n", 2, "num_prompt_tokens"),
         (f"{HEADER}\n0,1,-1,5\n", 2, "max_tokens"),
         (f"{HEADER}\n0,1,1,0\n", 2, "read_rate"),
         (f"{HEADER}\n0,1,1,inf\n", 2, "read_rate"),
+        (f"{HEADER}\n0,1,1,1e308\n", 2, "read_rate"),
+        (f"{HEADER}\n0,1,1,1e-300\n", 2, "read_rate"),
+        (f"{HEADER},cancel_after_s\n0,1,1,5,1e300\n", 2, "cancel_after_s"),
         (f"{HEADER},priority\n0,1,1,5,1.5\n", 2, "priority"),
         (f"{HEADER},priority\n0,1,1,5,\n", 2, "priority"),
         (f"{HEADER},pausable\n0,1,1,5,yes\n", 2, "pausable"),
@@ -123,6 +128,10 @@ def test_text_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
     path.write_bytes(f"{HEADER},kind\n0,1,1,5,tea\n0,1,1,5,café\n".encode("latin-1"))
     with pytest.raises(TraceError, match=r"line 3: .*utf-8"):
         read_trace(path)
+
+
+def test_readers_may_be_as_slow_and_as_fast_as_the_server_takes_them() -> None:
+    assert READ_RATE_BOUNDS == codec.READ_RATE_BOUNDS
 
 
 def test_every_field_of_a_request_is_a_column() -> None:
@@ -185,6 +194,9 @@ def test_another_layout_than_burstgpts_is_refused(tmp_path: Path) -> None:
         read_burstgpt(path, mix=MIX)
     path.write_text(BURSTGPT.replace("3000,1096", "3000,many"))
     with pytest.raises(TraceError, match="line 6, column Response tokens"):
+        read_burstgpt(path, mix=MIX)
+    path.write_text(BURSTGPT.replace("100,", "1e300,", 1))
+    with pytest.raises(TraceError, match="column Timestamp"):
         read_burstgpt(path, mix=MIX)
     path.write_text(BURSTGPT)
     with pytest.raises(ValueError, match="4 usable rows, 5 were asked for"):

@@ -193,8 +193,8 @@ def test_retention_can_be_turned_off() -> None:
     ("arguments", "words"),
     [
         (("--setups", "h100-z"), ["'h100-z'", *setups.SETUPS]),
-        (("--setups", "4090-b:fast"), ["fast"]),
-        (("--setups", "4090-b:0"), ["must be > 0"]),
+        (("--setups", "4090-b:fast"), ["'4090-b:fast'"]),
+        (("--setups", "4090-b:0"), ["'4090-b:0'", "rate must be in"]),
         (("--setups", "4090-b:6:0:1"), ["NAME:RATE:HOST_GB"]),
         (("--rules", "no-rules"), ["'no-rules'", "no-margin", "plan-1"]),
         (("--setups", "classes", "--rules", "no-margin"), ["no rule is tried"]),
