@@ -42,6 +42,8 @@ from perf.virtual.values import SimEngine, SimRequest
 from tokenflow.inflight.runner import SequenceChunk
 
 READ_RATES = (6.0, 20.0)
+MAX_HOST_GB = 16_000.0
+"""10^9 bytes: no machine has more, and the server takes little more."""
 _GB = 10**9
 _PEOPLE = Mix(readers=HumanReaders())
 
@@ -221,9 +223,9 @@ def with_rate(setup: Setup, rate: float) -> Setup:
 
 
 def with_host(setup: Setup, gigabytes: float) -> Setup:
-    """`setup` with a host tier of so many 10^9 bytes. Raises ValueError for less than none."""
-    if gigabytes < 0:
-        raise ValueError(f"gigabytes must be >= 0, got {gigabytes}")
+    """`setup` with a host tier of so many 10^9 bytes. Raises ValueError outside 0..MAX_HOST_GB."""
+    if not 0 <= gigabytes <= MAX_HOST_GB:
+        raise ValueError(f"host gigabytes must be in [0, {MAX_HOST_GB:g}], got {gigabytes:g}")
     return dataclasses.replace(setup, host_bytes=round(gigabytes * _GB))
 
 

@@ -84,8 +84,10 @@ def test_host_memory_is_as_asked_for() -> None:
     for gigabytes in (0, 32, 128):
         machine = setups.engine(setups.with_host(SETUPS["h200-a"], gigabytes))
         assert machine.num_host_blocks == gigabytes * 10**9 // machine.block_bytes
-    with pytest.raises(ValueError, match="gigabytes"):
-        setups.with_host(SETUPS["h200-a"], -1)
+    setups.engine(setups.with_host(SETUPS["h200-a"], setups.MAX_HOST_GB)).config()
+    for wrong in (-1, setups.MAX_HOST_GB + 1):
+        with pytest.raises(ValueError, match="gigabytes"):
+            setups.with_host(SETUPS["h200-a"], wrong)
 
 
 def test_an_unknown_set_up_is_named() -> None:

@@ -195,6 +195,7 @@ def test_retention_can_be_turned_off() -> None:
         (("--setups", "h100-z"), ["'h100-z'", *setups.SETUPS]),
         (("--setups", "4090-b:fast"), ["'4090-b:fast'"]),
         (("--setups", "4090-b:0"), ["'4090-b:0'", "rate must be in"]),
+        (("--setups", "4090-b:6:1e9"), ["'4090-b:6:1e9'", "host gigabytes must be in"]),
         (("--setups", "4090-b:6:0:1"), ["NAME:RATE:HOST_GB"]),
         (("--rules", "no-rules"), ["'no-rules'", "no-margin", "plan-1"]),
         (("--setups", "classes", "--rules", "no-margin"), ["no rule is tried"]),

@@ -162,6 +162,8 @@ def test_work_goes_out_and_comes_in_again(
         (("--setup", "4090-a", "--output", "/proc/no/file.json"), ["/proc/no"]),
         (("--setup", "4090-a", "--trace-in", "/no/such.csv"), ["/no/such.csv"]),
         (("--setup", "4090-a", "--host-gb", "-1"), ["-1"]),
+        (("--setup", "4090-a", "--host-gb", "nan"), ["host gigabytes must be in", "nan"]),
+        (("--setup", "4090-a", "--host-gb", "inf"), ["host gigabytes must be in", "inf"]),
         (("--setup", "4090-a", "--seeds", "1,1"), ["seeds"]),
         (("--setup", "4090-a", "--rate", "0"), ["rate must be in"]),
         (("--setup", "conversations", "--rate", "1e-300"), ["rate must be in"]),
