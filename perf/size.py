@@ -22,6 +22,7 @@ from perf.lab.gpus import GPUS
 from perf.lab.load_probe import Limits, Probe
 from perf.lab.planned_loads import InTurns, LoadKind, OneBurst, Readers, Steady
 from perf.lab.policies import PolicyRow, policies
+from perf.lab.setups import MAX_HOST_GB
 from tokenflow.errors import ConfigError
 
 _GB = 1e9
@@ -58,14 +59,19 @@ def say(row: PolicyRow, probe: Probe) -> None:
 
 def question_of(arguments: argparse.Namespace) -> Question:
     """What the flags ask. Raises ConfigError for what makes no sense or can never be served."""
+    max_batch_size = int(_within("--max-batch-size", arguments.max_batch_size, 1, 4096))
+    # A step has room for a token of each sequence.
+    least_num_tokens = max(16, max_batch_size)
     machine = Machine(
         gpu=_one_of("--gpu", arguments.gpu, GPUS),
         model=_one_of("--model", arguments.model, MODELS),
         tp=int(_within("--tp", arguments.tp, 1, _MAX_TP)),
         memory_fraction=_within("--memory-fraction", arguments.memory_fraction, 0.01, 1),
-        host_bytes=_GB * _within("--host-gb", arguments.host_gb, 0, 1e5),
-        max_batch_size=int(_within("--max-batch-size", arguments.max_batch_size, 1, 4096)),
-        max_num_tokens=int(_within("--max-num-tokens", arguments.max_num_tokens, 16, 1 << 20)),
+        host_bytes=_GB * _within("--host-gb", arguments.host_gb, 0, MAX_HOST_GB),
+        max_batch_size=max_batch_size,
+        max_num_tokens=int(
+            _within("--max-num-tokens", arguments.max_num_tokens, least_num_tokens, 1 << 20)
+        ),
     )
     readers = Readers(
         rate=_within("--rate", arguments.rate, 0.01, 10_000),
