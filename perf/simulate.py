@@ -35,6 +35,8 @@ from tokenflow.errors import TokenFlowError
 
 DEFAULT_POLICIES = "fcfs-reserve,tokenflow"
 GROUPS = {"headline": HEADLINE, "ablation": ABLATION}
+_MAX_SEEDS = 1000
+"""In one range."""
 PART_OFF = "-no-"
 """In the name of a policy without one of its parts: between the whole one's name and the part's."""
 ABLATION_PANELS = (
@@ -242,7 +244,10 @@ def seeds(value: str) -> list[int]:
     found: list[int] = []
     for part in filter(None, map(str.strip, value.split(","))):
         first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
+        begin, end = int(first), int(last or first) + 1
+        if end - begin > _MAX_SEEDS:
+            raise argparse.ArgumentTypeError(f"at most {_MAX_SEEDS} seeds, got {value!r}")
+        found += range(begin, end)
     if not found or len(set(found)) < len(found):
         raise argparse.ArgumentTypeError(f"seeds must be numbers, each once, got {value!r}")
     return found

@@ -165,6 +165,7 @@ def test_work_goes_out_and_comes_in_again(
         (("--setup", "4090-a", "--host-gb", "nan"), ["host gigabytes must be in", "nan"]),
         (("--setup", "4090-a", "--host-gb", "inf"), ["host gigabytes must be in", "inf"]),
         (("--setup", "4090-a", "--seeds", "1,1"), ["seeds"]),
+        (("--setup", "4090-a", "--seeds", "1-99999999999"), ["at most 1000 seeds"]),
         (("--setup", "4090-a", "--rate", "0"), ["rate must be in"]),
         (("--setup", "conversations", "--rate", "1e-300"), ["rate must be in"]),
         (("--setup", "4090-a,4090-b", "--trace-out", "x.csv"), ["one set-up and one seed"]),
