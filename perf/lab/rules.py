@@ -72,12 +72,12 @@ def tried_on(setup: Setup, variants: Sequence[Variant]) -> list[Variant]:
 
 
 def cells(chosen: Sequence[Setup], variants: Sequence[Variant], seeds: Sequence[int]) -> list[Cell]:
-    """What is run: on each set-up the policies as they are and the variants, with each seed.
+    """What is run: on each set-up, once, the policies as they are and the variants, with each seed.
 
     Raises ValueError if nothing is.
     """
     found = []
-    for setup in chosen:
+    for setup in dict.fromkeys(chosen):
         tried = tried_on(setup, variants)
         defaults: list[tuple[str, Changes]] = [
             (policy, ()) for policy in dict.fromkeys(variant.policy for variant in tried)

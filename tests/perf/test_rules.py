@@ -174,6 +174,11 @@ def test_some_rules_leave_the_results_of_all_alone(
     assert "written" not in capsys.readouterr().out
 
 
+def test_a_set_up_that_is_named_twice_is_run_once() -> None:
+    chosen = [rule_setups.setup_of(text) for text in ("4090-a", "4090-a:6", "4090-a:6:128")]
+    assert cells(chosen, VARIANTS, [1]) == cells(chosen[:1], VARIANTS, [1])
+
+
 def test_retention_can_be_turned_off() -> None:
     whole = rule_setups.OWN["classes"]
     workload = dataclasses.replace(
