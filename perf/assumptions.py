@@ -34,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     try:
         chosen = [one for name in parsed.setup for one in assumptions.assumed(setups.find(name))]
+        if not parsed.setup or not parsed.policies:
+            raise ValueError("--setup and --policies need a name")
         names = [row.name for row in policies([summary.BASELINE, *parsed.policies])]
         asked = [
             Cell(setup=setup, policy=name, seed=seed)

@@ -106,6 +106,17 @@ def tiny() -> list[Setup]:
     return assumptions.assumed(dataclasses.replace(BASE, name="tiny", workload=work))
 
 
+@pytest.mark.parametrize("flag", ["--setup", "--policies"])
+def test_nothing_to_run_is_an_error_and_leaves_the_results(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        command.main([flag, ",", "--output", str(tmp_path / "out.json")])
+    assert error.value.code == 2
+    assert "need a name" in capsys.readouterr().err.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_policies_are_compared_under_each_assumption(tmp_path: Path) -> None:
     chosen, policies = tiny(), ("fcfs-reserve", "tokenflow")
     asked = [Cell(setup=setup, policy=name, seed=1) for setup in chosen for name in policies]
