@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import enum
 import itertools
 import json
 import sys
@@ -40,6 +39,7 @@ from tokenflow.policies import TokenflowPolicy
 
 RESULTS = Path(__file__).parent / "results"
 _POLICY_FIELDS = tuple(field.name for field in dataclasses.fields(TokenflowPolicy))
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number"}
 _DEFAULTS: dict[str, Any] = {
     **{name: getattr(SimEngine(), name) for name in (*ENGINE_PARAMETERS, "capacity_policy")},
     **dataclasses.asdict(TokenflowPolicy()),
@@ -117,15 +117,14 @@ def _parsed(param: str) -> tuple[str, list[Any]]:
 
 
 def _value(name: str, value: str) -> Any:
-    default = _DEFAULTS[name]
+    kind = type(_DEFAULTS[name])
     try:
-        if isinstance(default, bool):
+        if kind is bool:
             return {"true": True, "false": False}[value.lower()]
-        if isinstance(default, enum.Enum):
-            return type(default)(value)
-        return type(default)(value)
+        return kind(value)
     except (KeyError, ValueError):
-        raise ValueError(f"{name} cannot be {value!r}; it is {default!r} by default") from None
+        what = _KINDS.get(kind) or f"one of {', '.join(one.value for one in kind)}"
+        raise ValueError(f"{name} cannot be {value!r}; it must be {what}") from None
 
 
 def _name(params: Sequence[str]) -> str:

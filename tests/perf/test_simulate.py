@@ -298,8 +298,10 @@ def test_variants_of_a_sweep() -> None:
     [
         ("kappa=1", ["no parameter named 'kappa'", "conservativeness", "plan_interval_s"]),
         ("conservativeness=", ["needs values"]),
-        ("conservativeness=much", ["cannot be 'much'"]),
-        ("anticipate=perhaps", ["cannot be 'perhaps'"]),
+        ("conservativeness=much", ["cannot be 'much'", "must be a number"]),
+        ("anticipate=perhaps", ["cannot be 'perhaps'", "must be true or false"]),
+        ("max_num_tokens=1e3", ["cannot be '1e3'", "must be a whole number"]),
+        ("wait_form=x", ["cannot be 'x'", "must be one of ageing, falling"]),
         ("conservativeness=0.5", ["must be >= 1"]),
     ],
 )
