@@ -35,7 +35,7 @@ def held(driver: Driver) -> Told:
 
 def mirrored(mirror: KvMirror) -> Told:
     found: Told = Counter()
-    pending = [(mirror._tree.root, ())]
+    pending = [(mirror._tree.root_of(None), ())]
     while pending:
         node, before = pending.pop()
         for tokens, twins in node.children.items():
