@@ -52,6 +52,10 @@ MAX_READER_RATE = 100.0
 """Tokens per second; nobody reads or listens faster, so who declares more is a machine."""
 MAX_TIMEOUT_US = 1e15
 """Longest `timeout`, some thirty years; a negative one of a gRPC client arrives as more."""
+MAX_BYTES_PER_TOKEN = 16
+"""Of a prompt, on average; texts have four or five. Tokens may have hundreds, so that a text of too
+many could be told by its tokens only, which takes many seconds for tens of MB."""
+_SHORT_PROMPT_BYTES = 1 << 18  # whose tokens take a fraction of a second
 _INT32_MAX = (1 << 31) - 1
 _DEFAULT_PRIORITY = 0.5
 
@@ -138,8 +142,15 @@ def _prompt(
     if not text:
         raise InvalidRequestError("text_input", "must not be empty")
     limit, setting = _max_input_len(config)
-    # Refuse what is certainly too long before spending time on its tokens.
-    at_least = len(text.encode()) // tokenizer.max_token_bytes
+    # Refuse what is certainly too long before spending time on its tokens: nobody is let in then.
+    num_bytes = len(text.encode())
+    at_least = num_bytes // tokenizer.max_token_bytes
+    if at_least <= limit and num_bytes > max(_SHORT_PROMPT_BYTES, MAX_BYTES_PER_TOKEN * limit):
+        raise InvalidRequestError(
+            "text_input",
+            f"has {num_bytes} bytes; {setting} leaves room for {limit} tokens, of at most "
+            f"{MAX_BYTES_PER_TOKEN} bytes on average",
+        )
     token_ids = tokenizer.encode(text) if at_least <= limit else ()
     if at_least > limit or len(token_ids) > limit:
         num_tokens = f"{len(token_ids)}" if token_ids else f"at least {at_least}"

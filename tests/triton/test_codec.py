@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 from tests.triton.fakes import EOS, byte_level_tokenizer
-from tests.triton.parsing import TOKENIZER, parse, tensor, uint64
+from tests.triton.parsing import CONFIG, TOKENIZER, parse, tensor, uint64
 from tokenflow.config import ServingConfig
 from tokenflow.errors import InvalidRequestError
 from triton_backend.codec import MAX_READER_RATE, parse_request
@@ -124,6 +125,20 @@ def test_prompt_and_max_tokens_at_the_length_limit(length: int, expected: int | 
         else:
             request = parse(text_input="a" * length, stream=stream).generate
             assert request.max_tokens == expected
+
+
+def test_a_prompt_of_very_many_bytes_is_refused_at_once() -> None:
+    """A token is so long that it could fit; up to 256 KiB all that fits is taken."""
+    word = "x" * 1000
+    tokenizer = byte_level_tokenizer(special=[word])
+    config = ServingConfig(max_seq_len=20_000, max_tokens_in_paged_kv_cache=32_768)
+    start = time.process_time()
+    with pytest.raises(InvalidRequestError, match=r"^text_input: has 15000000 bytes; max_seq_len"):
+        parse(tokenizer=tokenizer, config=config, text_input="a " * 7_500_000)
+    assert time.process_time() - start < 2.0
+    for kind, num_tokens in ((config, 319), (CONFIG, 63)):  # 16 bytes for each of 19,999, and more
+        request = parse(tokenizer=tokenizer, config=kind, text_input=word * num_tokens).generate
+        assert len(request.input_token_ids) == num_tokens
 
 
 def test_a_request_without_max_tokens_gets_the_default_within_max_seq_len() -> None:
