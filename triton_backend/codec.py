@@ -39,7 +39,7 @@ from tokenflow.executor.api import (
     num_blocks_needed,
 )
 from tokenflow.types import GenerateRequest
-from triton_backend.fields import Fields, Tensor, check_number
+from triton_backend.fields import Fields, Tensor, check_id, check_number
 from triton_backend.inputs import refuse_unknown, refuse_unsupported
 from triton_backend.lora import read_lora
 from triton_backend.sampling import read_sampling
@@ -92,6 +92,7 @@ def parse_request(
     A prompt takes at most max_seq_len - 1 tokens, and without chunked context max_num_tokens.
     Raises InvalidRequestError.
     """
+    check_id(request_id)
     fields = Fields(tensors)
     refuse_unknown(fields, tensors, parameters)
     refuse_unsupported(fields)

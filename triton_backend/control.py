@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tokenflow.errors import InvalidRequestError
-from triton_backend.fields import Fields, Tensor
+from triton_backend.fields import Fields, Tensor, check_id
 
 _INT32_MAX = (1 << 31) - 1
 
@@ -86,6 +86,7 @@ def parse_control(request_id: str, tensors: Mapping[str, Tensor]) -> ControlRequ
     if not request_id:
         action = "an acknowledgement" if num_consumed is not None else _SWITCHES[given[0]][1]
         raise InvalidRequestError("id", f"a request id must be provided for {action}")
+    check_id(request_id)
     if num_consumed is not None:
         return Acknowledgement(request_id, num_consumed)
     return _SWITCHES[given[0]][0](request_id)

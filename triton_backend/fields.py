@@ -17,6 +17,9 @@ from tokenflow.errors import InvalidRequestError, shortened
 
 Tensor = npt.NDArray[Any]
 
+MAX_ID_CHARACTERS = 4096
+"""Triton repeats the id in every response, so a long one would fill the server's memory."""
+
 _KIND_NAMES = {
     "O": "BYTES", "?": "BOOL", "i": "INT32", "f": "FP32", "Q": "UINT64", "e": "FP16",
 }  # fmt: skip
@@ -140,6 +143,13 @@ class Fields:
         if not low <= value <= high:
             raise InvalidRequestError(name, f"must be in [{low}, {high}], got {value}")
         return int(value)
+
+
+def check_id(request_id: str) -> None:
+    """Raises InvalidRequestError for an id that is too long."""
+    if len(request_id) > MAX_ID_CHARACTERS:
+        message = f"at most {MAX_ID_CHARACTERS} characters, got {len(request_id)}"
+        raise InvalidRequestError("id", message)
 
 
 def check_number(

@@ -37,6 +37,9 @@ def test_control_requests() -> None:
     [
         ("", {"stop": True}, "id: a request id must be provided for request cancellation"),
         ("", {"ack_tokens": 3}, "id: a request id must be provided for an acknowledgement"),
+        ("x" * 4097, {"stop": True}, "id: at most 4096 characters, got 4097"),
+        ("x" * 4097, {"pause": True}, "id: at most 4096 characters, got 4097"),
+        ("x" * 4097, {"ack_tokens": 3}, "id: at most 4096 characters, got 4097"),
         ("a", {"ack_tokens": -1}, "ack_tokens: "),
         ("a", {"ack_tokens": 1.0}, "ack_tokens: "),
         ("a", {"stop": 1}, "stop: "),

@@ -74,6 +74,17 @@ def test_a_request_that_cannot_be_taken_apart_is_answered_and_counted() -> None:
     assert bench.runtime.num_invalid == 2
 
 
+def test_a_long_id_is_refused() -> None:
+    """Triton repeats it in every response."""
+    service, bench = make_service()
+    fits, long = FakeChannel(), FakeChannel()
+    service.accept("x" * 4096, TENSORS, {}, OUTPUT_NAMES, fits)
+    service.accept("x" * 4097, TENSORS, {}, OUTPUT_NAMES, long)
+    bench.turn()
+    assert (len(bench.runtime.submitted), bench.runtime.num_invalid) == (1, 1)
+    assert long.errors == [("id: at most 4096 characters, got 4097", ErrorCode.INVALID_ARG)]
+
+
 def test_service_refuses_bad_input_and_answers_control() -> None:
     service, bench = make_service()
     bad, stop = FakeChannel(), FakeChannel()
