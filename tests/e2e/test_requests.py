@@ -196,6 +196,17 @@ def test_wrong_type_or_unknown_input_over_grpc(alive: TritonServer) -> None:
         assert stream.ask(text_input="a", max_tokens=2).text
 
 
+def test_a_long_text_in_an_error_does_not_lose_it(alive: TritonServer) -> None:
+    """gRPC carries errors in a header of at most 16 KB."""
+    for parameters in ({"é" * 20_000: 1}, {"read_rate": "é" * 20_000}):
+        with GrpcStream(alive, headers={"triton_grpc_error": "true"}) as stream:
+            stream.send(text_input="a", parameters=parameters)
+            *_, error = stream.next()
+            assert error.status() == "StatusCode.INVALID_ARGUMENT"
+            assert next(iter(parameters))[:9] in error.message()
+            assert "characters)" in error.message()
+
+
 def test_every_fifth_request_is_bad_and_none_are_crossed(
     alive: TritonServer, tokenizer_dir: Path
 ) -> None:
