@@ -1,7 +1,8 @@
 """What no schedule can do better: time to first token, throughput.
 
-Owns the bounds that are set beside what policies reach. They follow from the cost model and the
-work alone, so they are the same for every policy.
+Owns the bounds that are set beside what policies reach. They follow from the cost model, the
+engine's limits and the work alone, so they are the same for every policy that runs on that engine;
+one without chunks has larger steps.
 """
 
 from __future__ import annotations

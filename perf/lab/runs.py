@@ -174,7 +174,7 @@ def run_cell(cell: Cell) -> Run:
     measured = measure(
         result,
         timeline,
-        load_of(base, requests),
+        load_of(row.engine(base), requests),
         effort,
         block_bytes=base.block_bytes,
         num_machines=row.num_machines,

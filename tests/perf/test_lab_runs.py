@@ -38,6 +38,19 @@ def test_the_load_is_that_on_the_engine_that_runs() -> None:
     assert narrow["raw_throughput"] <= narrow["raw_bound"] < as_it_is["raw_bound"]
 
 
+def test_larger_steps_have_a_bound_of_their_own() -> None:
+    """Without chunks a step holds a whole prompt, so prompts take fewer steps."""
+    work = tuple(
+        SimRequest(arrival_time=0.0, num_prompt_tokens=1500, max_tokens=1) for _ in range(20)
+    )
+    chunked, whole = (
+        runs.run_cell(dataclasses.replace(cell(name), work=work)).record
+        for name in ("fcfs-reserve", "fcfs-reserve-unchunked")
+    )
+    assert chunked["raw_throughput"] <= chunked["raw_bound"] < whole["raw_bound"]
+    assert chunked["raw_bound"] < whole["raw_throughput"] <= whole["raw_bound"]
+
+
 def test_cells_run_in_processes_give_the_same_records() -> None:
     cells = [cell(name) for name in ("fcfs-reserve", "tokenflow")]
     told: list[str] = []
