@@ -61,7 +61,7 @@ class Simulation:
     ) -> None:
         self._engine = engine or SimEngine()
         config = self._engine.config()
-        self._runner = VirtualRunner(
+        self._runner = _AnyTokenRunner(
             self._engine.step_s,
             self._engine.copy_costs,
             self._engine.decode_cost,
@@ -246,6 +246,12 @@ class Simulation:
         self._num_told += 1
         self._last_arrival_time = max(self._last_arrival_time, now + delay_s)
         self._at(self._last_arrival_time, arrive)
+
+
+class _AnyTokenRunner(VirtualRunner):
+    """Takes every handle for a token, however many requests there are."""
+
+    vocab_size = 1 << 31
 
 
 class _AnyKindExecutor(SteppedExecutor):

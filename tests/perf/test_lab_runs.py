@@ -11,9 +11,12 @@ import pytest
 from perf.lab import runs, setups
 from perf.lab.measures import deterministic
 from perf.lab.runs import Cell, Changes, CountingPlanner
+from perf.virtual.simulation import Simulation
 from perf.virtual.values import SimRequest
 from tokenflow.errors import ConfigError
-from tokenflow.types import Decision
+from tokenflow.policies import FcfsReservePolicy
+from tokenflow.scheduler import plan
+from tokenflow.types import Decision, EndReason
 
 WORK = tuple(
     SimRequest(arrival_time=0.01 * i, num_prompt_tokens=300, max_tokens=30, read_rate=6.0)
@@ -49,6 +52,17 @@ def test_larger_steps_have_a_bound_of_their_own() -> None:
     )
     assert chunked["raw_throughput"] <= chunked["raw_bound"] < whole["raw_bound"]
     assert chunked["raw_bound"] < whole["raw_throughput"] <= whole["raw_bound"]
+
+
+def test_there_may_be_more_requests_than_a_vocabulary_has_tokens() -> None:
+    """Prompts differ by their handles, which count the requests."""
+    policy = FcfsReservePolicy()
+    result = Simulation(
+        WORK[:1],
+        lambda snapshot: plan(snapshot, policy),
+        prompts=lambda handle, request: (100_000 + handle,) * request.num_prompt_tokens,
+    ).run()
+    assert result.seqs[0].end is EndReason.LENGTH
 
 
 def test_cells_run_in_processes_give_the_same_records() -> None:
