@@ -201,12 +201,18 @@ def labels(cell: Cell) -> Record:
     return {
         "setup": cell.setup.name if cell.work is None else f"{cell.setup.name} ({cell.source})",
         "arrivals": _arrivals(cell),
-        "read_rate": cell.setup.read_rate if cell.work is None else None,
+        "read_rate": cell.setup.read_rate if cell.work is None else _one_rate(cell.work),
         "host_gb": cell.setup.host_bytes / _GB,
         "policy": cell.label,
-        "uses_host": _row(cell).has_host and cell.setup.host_bytes > 0,
+        "uses_host": _row(cell).engine(_base(cell)).num_host_blocks > 0,
         "seed": cell.seed,
     }
+
+
+def _one_rate(work: Sequence[SimRequest]) -> float | None:
+    """Tokens/s if all its readers read at one rate, else None."""
+    rates = {request.read_rate for request in work if request.read_rate is not None}
+    return rates.pop() if len(rates) == 1 else None
 
 
 def _arrivals(cell: Cell) -> str:

@@ -65,6 +65,15 @@ def test_there_may_be_more_requests_than_a_vocabulary_has_tokens() -> None:
     assert result.seqs[0].end is EndReason.LENGTH
 
 
+def test_labels_say_what_runs() -> None:
+    one = cell("tokenflow")
+    assert (runs.labels(one)["uses_host"], runs.labels(one)["read_rate"]) == (True, 6.0)
+    mixed = dataclasses.replace(WORK[0], read_rate=20.0)
+    assert runs.labels(dataclasses.replace(one, work=(*WORK, mixed)))["read_rate"] is None
+    less_than_a_block = setups.with_host(one.setup, 1e-4)
+    assert not runs.labels(dataclasses.replace(one, setup=less_than_a_block))["uses_host"]
+
+
 def test_cells_run_in_processes_give_the_same_records() -> None:
     cells = [cell(name) for name in ("fcfs-reserve", "tokenflow")]
     told: list[str] = []

@@ -235,8 +235,8 @@ def test_pictures_are_drawn(
     run(capsys, "--setup", "4090-a", "--policies", names, "--trace-in", trace, "--figures", folder)
     pictures = sorted(folder.iterdir())
     assert [p.name for p in pictures] == [
-        "ablation_4090-a_small.csv_128gb.png",
-        "simulate_4090-a_small.csv_128gb.png",
+        "ablation_4090-a_small.csv_8_128gb.png",
+        "simulate_4090-a_small.csv_8_128gb.png",
     ]
     for picture in pictures:
         assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
