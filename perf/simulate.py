@@ -198,6 +198,8 @@ def cells(
 def _read_work(path: Path, setup: Setup, seed: int, rate: float | None) -> tuple[SimRequest, ...]:
     """The requests of a CSV file: of our own layout, or a sample of BurstGPT's with this seed, read
     by people as those of the set-up. Raises ValueError, OSError."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no file, and would be read more than once")
     if is_burstgpt(path):
         return tuple(read_burstgpt(path, mix=setup.workload.mix, seed=seed))
     if rate is not None:

@@ -37,6 +37,14 @@ def test_a_trace_without_a_request_is_refused(
     assert said.endswith("work.csv holds no request")
 
 
+def test_a_pipe_is_no_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """What is read once would be missing when the file is read."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    said = refusal(capsys, simulate.main, "--setup", "4090-a", "--trace-in", path)
+    assert "pipe is no file" in said
+
+
 def test_work_of_which_nobody_gets_a_token_has_figures_and_no_goals(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
