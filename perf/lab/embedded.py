@@ -131,6 +131,7 @@ def embedded_engine(
 
     seed: of the jitter: each step takes a factor drawn from the fit's; None: no jitter.
     level: multiple of all seconds (a machine that is busy with something else beside).
+    Raises ValueError for what the costs say nothing of: a host tier, a batch_scheduler_policy auto.
     """
     factors: tuple[float, ...] = (level,)
     if seed is not None:
@@ -139,6 +140,8 @@ def embedded_engine(
     batch_policy = config.batch_scheduler_policy
     if batch_policy == "auto":
         raise ValueError("batch_scheduler_policy must be named: auto depends on the policy")
+    if config.kv_cache_host_memory_bytes:
+        raise ValueError("kv_cache_host_memory_bytes must be 0: what copies cost is not measured")
     return SimEngine(
         max_batch_size=config.max_batch_size,
         num_total_blocks=config.max_tokens_in_paged_kv_cache // config.tokens_per_block,
@@ -148,6 +151,11 @@ def embedded_engine(
         enable_chunked_context=config.enable_chunked_context,
         capacity_policy=batch_policy,
         lease_tokens=config.lease_tokens,
+        max_queue_size=config.max_queue_size,
+        has_kv_events=config.kv_event_buffer_max_size > 0,
+        has_retention=config.scheduling_policy == "tokenflow",
+        plan_interval_s=config.plan_interval_s,
+        learn_output_lengths=config.learn_output_lengths,
         step_base_s=costs.step_base_s,
         step_per_sequence_s=costs.step_per_sequence_s,
         step_per_context_token_s=costs.step_per_context_token_s,

@@ -89,6 +89,18 @@ def test_costs_survive_a_file_and_make_an_engine():
         embedded_engine(costs, ServingConfig())
 
 
+def test_the_engine_is_that_of_the_configuration():
+    named = {"batch_scheduler_policy": "guaranteed_no_evict"}
+    changed = {"plan_interval_s": 0.5, "learn_output_lengths": False, "max_queue_size": 3}
+    changed |= {"lease_tokens": 64, "max_batch_size": 5, "scheduling_policy": "fcfs-reserve"}
+    changed |= {"max_num_tokens": 96, "max_seq_len": 512, "tokens_per_block": 16}
+    costs, config = fit(grid()), ServingConfig(**named, **changed)
+    played = embedded_engine(costs, config).config()
+    assert {name: getattr(played, name) for name in changed} == changed
+    with pytest.raises(ValueError, match="kv_cache_host_memory_bytes"):
+        embedded_engine(costs, ServingConfig(**named, kv_cache_host_memory_bytes=1 << 30))
+
+
 def test_the_grid_is_measured_whole_and_costs_what_it_says():
     """The bench on a runner without a model: every kind of step occurs, with what it read."""
     bench = StepBench(VirtualRunner(lambda chunks, step: 0.0))
