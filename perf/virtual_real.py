@@ -28,16 +28,17 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from perf.analysis import require_complete
 from perf.client import ClientRecord, WorkloadRecord
 from perf.comparison import POLICIES
 from perf.lab import bootstrap
 from perf.lab.embedded import EmbeddedCosts, embedded_engine, from_json
+from perf.simulate import whole
 from perf.virtual.simulation import Simulation
 from perf.virtual.values import SimRequest, SimStep
 from perf.workloads import NEWCOMER, ClientRequest
@@ -51,6 +52,7 @@ RESULTS = Path(__file__).parent / "results"
 MEASURES = ("ttft_p50_s", "ttft_p99_s", "raw_throughput")
 _DEFAULT_RUNS = 5
 
+_Made = TypeVar("_Made")
 Values = dict[str, dict[str, list[float]]]
 """policy -> measure -> one value per run."""
 
@@ -264,9 +266,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m perf.virtual_real", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--runs", type=int, default=None, help="fresh real runs of each policy")
+    source.add_argument("--runs", type=whole, default=None, help="fresh real runs of each policy")
     source.add_argument("--real", type=Path, default=RESULTS / "demo.json", help="their results")
-    parser.add_argument("--virtual-runs", type=int, default=_DEFAULT_RUNS, metavar="N")
+    parser.add_argument("--virtual-runs", type=whole, default=_DEFAULT_RUNS, metavar="N")
     parser.add_argument("--costs", type=Path, default=RESULTS / "embedded_costs.json")
     parser.add_argument("--output", type=Path, default=RESULTS / "virtual_real.json")
     parser.add_argument("--model", type=Path, default=None, help="checkpoint folder (SmolLM2)")
@@ -277,15 +279,36 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"no {args.costs}: run `python -m perf.cost_model --embedded` first")
     if args.runs is None and not args.real.is_file():
         parser.error(f"no {args.real}: run the demo, or pass --runs")
+    try:
+        args.fitted = _of_file(args.costs, from_json)
+        if args.runs is None:
+            args.played = _of_file(args.real, _demo)
+    except ValueError as error:
+        parser.error(str(error))
     return args
+
+
+def _of_file(path: Path, make: Callable[[Any], _Made]) -> _Made:
+    """What `make` makes of the JSON in `path`. Raises ValueError that names a file of another
+    kind."""
+    try:
+        return make(json.loads(path.read_text()))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} holds something else: {error!r}") from error
+
+
+def _demo(content: Any) -> Any:
+    """The content of demo.json. Raises KeyError or TypeError for another kind of file."""
+    sim_requests(content["workload"])
+    real_values(content)
+    return content
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code, which does not depend on the overlap."""
     args = _parse(argv)
-    costs = from_json(json.loads(args.costs.read_text()))
-    real = json.loads(args.real.read_text()) if args.runs is None else _fresh_runs(args)
-    result = beside(real, costs, args.virtual_runs)
+    real = args.played if args.runs is None else _fresh_runs(args)
+    result = beside(real, args.fitted, args.virtual_runs)
     args.output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1) if args.json else format_result(result))
     if not args.json:

@@ -221,3 +221,20 @@ def test_the_command_reads_and_writes_files(tmp_path, capsys):
     assert json.loads((tmp_path / "out.json").read_text())["full_step_s"]["real"] > 0
     with pytest.raises(SystemExit):
         main(["--costs", str(tmp_path / "missing.json")])
+
+
+@pytest.mark.parametrize("flag", ["--real", "--costs"])
+def test_a_file_of_another_kind_is_one_clear_error(tmp_path, capsys, flag):
+    files = {"--real": tmp_path / "demo.json", "--costs": tmp_path / "costs.json"}
+    files["--real"].write_text(json.dumps(real_runs()))
+    files["--costs"].write_text(json.dumps(fit(grid()).as_json()))
+    arguments = [str(part) for pair in files.items() for part in pair]
+    for content in ("", "[]", "{}"):
+        files[flag].write_text(content)
+        with pytest.raises(SystemExit) as error:
+            main([*arguments, "--output", str(tmp_path / "out.json")])
+        assert error.value.code == 2
+        assert f"{files[flag]} holds something else" in capsys.readouterr().err.splitlines()[-1]
+    with pytest.raises(SystemExit):
+        main([*arguments, "--virtual-runs", "0"])
+    assert "must be > 0" in capsys.readouterr().err
