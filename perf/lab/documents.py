@@ -74,11 +74,12 @@ def sweeps(results: Sequence[Mapping[str, Any]]) -> str:
 
 def virtual_real(results: Sequence[Mapping[str, Any]]) -> str:
     """What `perf.virtual_real` found: means and 95 % intervals of the real runs, and of virtual
-    ones with the engine's costs as measured alone, and beside the server."""
+    ones with the engine's costs as measured alone, and beside the server if that is known."""
     names = {"ttft_p50_s": "first token, P50", "ttft_p99_s": "first token, P99"}
     rows = [["policy", "", "real", "virtual, engine alone", "virtual, beside the server"]]
     for result in results:
-        for alone, beside in zip(result["alone"], result["beside"], strict=True):
+        besides = result.get("beside") or [None] * len(result["alone"])
+        for alone, beside in zip(result["alone"], besides, strict=True):
             unit = " s" if alone["measure"] in names else " tok/s"
             rows.append(
                 [
@@ -91,7 +92,9 @@ def virtual_real(results: Sequence[Mapping[str, Any]]) -> str:
     return tables.markdown(rows)
 
 
-def _beside_real(row: Mapping[str, Any], unit: str) -> str:
+def _beside_real(row: Mapping[str, Any] | None, unit: str) -> str:
+    if row is None:
+        return "–"
     apart = "" if row["overlap"] else " (apart)"
     return _interval(row["virtual"], unit) + apart
 

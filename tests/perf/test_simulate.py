@@ -138,6 +138,7 @@ def test_virtual_beside_real_in_the_documents() -> None:
         "| fcfs | first token, P50 | 1.00 s [0.90, 1.20] | 0.50 s [0.40, 0.60] (apart) "
         "| 1.10 s [1.00, 1.30] |"
     )
+    assert documents.virtual_real([{"alone": [alone]}]).endswith("(apart) | – |")
 
 
 def test_work_goes_out_and_comes_in_again(
