@@ -9,6 +9,7 @@ planner.
 - Time to first token and QoS are over the requests that got a token; the others, whose clients
   left while they waited, say, are counted in `num_without_token`. End to end is over those that
   ended by themselves.
+- Time between tokens (tbt) is pooled over all gaps of all readers, as they see them.
 - Stalls are waits over 250 ms, each with its cause; `rebuffer_s` is all waiting, however short.
 - QoS is the paper's Eq. 2 with lambda = mu = 1 token/s; QoE is Andes', its mean over readers.
 """
@@ -141,6 +142,8 @@ def _latencies(result: SimResult, streams: list[Stream]) -> Record:
         if seq.end in (EndReason.LENGTH, EndReason.STOP)
     ]
     ends = np.array([metrics.end_to_end_s(s) for s in complete])
+    readers = [s for s in streams if s.read_rate is not None]
+    tbts = np.concatenate([np.zeros(0), *(metrics.tbt_s(s) for s in readers)])
     mean, p99 = bootstrap.interval(ttfts), bootstrap.interval(ttfts, bootstrap.percentile(99))
     return {
         "ttft_mean_s": known(mean.value),
@@ -151,6 +154,8 @@ def _latencies(result: SimResult, streams: list[Stream]) -> Record:
         "ttft_p99_low_s": known(p99.low),
         "ttft_p99_high_s": known(p99.high),
         "ttft_worst_s": known(metrics.percentile(ttfts, 100)),
+        "tbt_p50_s": known(metrics.percentile(tbts, 50)),
+        "tbt_p99_s": known(metrics.percentile(tbts, 99)),
         "end_to_end_mean_s": float(ends.mean()) if len(ends) else None,
         "end_to_end_p50_s": known(metrics.percentile(ends, 50)),
         "end_to_end_p99_s": known(metrics.percentile(ends, 99)),

@@ -63,6 +63,8 @@ def test_a_record_by_hand() -> None:
     assert record["ttft_mean_s"] == pytest.approx((1.0 + 1.0 + 2.0) / 3)
     assert (record["ttft_p50_s"], record["ttft_p99_s"], record["ttft_worst_s"]) == (1.0, 2.0, 2.0)
     assert record["ttft_mean_low_s"] <= record["ttft_mean_s"] <= record["ttft_mean_high_s"]
+    assert record["tbt_p50_s"] == pytest.approx(0.5)  # 0.5, 0.5 and 2.5 s; 0.5, 0.6 and 0.5 s
+    assert record["tbt_p99_s"] == pytest.approx(2.5)
     assert record["end_to_end_mean_s"] == pytest.approx((4.5 + 2.6 + 4.0) / 3)
     assert (record["virtual_s"], record["virtual_per_wall_s"]) == (5.0, 2.5)
     assert record["raw_throughput"] == pytest.approx(10 / 5.0)
@@ -87,7 +89,7 @@ def test_a_record_by_hand() -> None:
 def test_nothing_received_is_none_not_nan() -> None:
     result = SimResult(seqs=[seq([], end=EndReason.ERROR)])
     record = measure(result, Timeline(), LOAD, EFFORT, block_bytes=1)
-    assert record["ttft_p99_s"] is None
+    assert record["ttft_p99_s"] is record["tbt_p99_s"] is None
     assert record["end_to_end_mean_s"] is None
     assert record["num_failed"] == 1
     json.dumps(record, allow_nan=False)
