@@ -40,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Answer and print. Raises ConfigError."""
     question = question_of(arguments)
     rows = _rows(arguments.policies)
+    _check_engines(question, rows)
     answers = [answer(question, row, done=say) for row in rows]
     record = to_record(question, answers)
     if arguments.json:
@@ -186,6 +187,15 @@ def _rows(names: str) -> list[PolicyRow]:
         if row.num_machines > 1:
             raise ConfigError("--policies", f"{row.name} needs {row.num_machines} machines, not 1")
     return rows
+
+
+def _check_engines(question: Question, rows: Iterable[PolicyRow]) -> None:
+    """Some need more of the machine: without chunks a step holds the longest sequence."""
+    for row in rows:
+        try:
+            row.check(question.engine())
+        except ConfigError as error:
+            raise ConfigError("--policies", f"{row.name} cannot run here: {error}") from None
 
 
 def _seeds(value: str) -> tuple[int, ...]:

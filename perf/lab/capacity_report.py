@@ -102,7 +102,7 @@ def _answer(question: Question, answer: Answer, base: float | None) -> Record:
         "words": answer.row.words,
         "load": load,
         "unit": question.kind.unit,
-        "uses_host": answer.row.has_host and question.machine.host_bytes > 0,
+        "uses_host": answer.row.engine(question.engine()).num_host_blocks > 0,
         "num_filling_requests_per_seed": question.num_filling(answer.row),
         "ratio_to_fcfs_reserve": None if load is None or base is None else load / base,
         "estimated_load": answer.estimate,

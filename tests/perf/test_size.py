@@ -14,6 +14,11 @@ MACHINE = ("size", "--gpu", "4090", "--model", "llama3-8b", "--rate", "6")
     [
         ("--host-gb 20000", "--host-gb: must be in [0, 16000], got 20000"),
         ("--max-num-tokens 16", "--max-num-tokens: must be in [256, "),
+        (
+            "--gpu h200 --model smollm2-135m --prompt-tokens 300000 --ttft-target 600 "
+            "--policies fcfs-reserve,fcfs-reserve-unchunked",
+            "--policies: fcfs-reserve-unchunked cannot run here: max_num_tokens: must be in",
+        ),
         ("--max-batch-size 4096", "--max-num-tokens: must be in [4096, "),
     ],
 )
