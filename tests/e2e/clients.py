@@ -48,6 +48,11 @@ class Answer:
         return "".join(response.get("text_output", "") for response in self.responses)
 
     @property
+    def num_tokens(self) -> int:
+        """What the responses that came say that they hold; several tokens may gather in one."""
+        return sum(response.get("num_output_tokens", 0) for response in self.responses)
+
+    @property
     def finish_reason(self) -> str | None:
         return next((r["finish_reason"] for r in self.responses if "finish_reason" in r), None)
 

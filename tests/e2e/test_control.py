@@ -34,10 +34,6 @@ def read_until_silent(stream: GrpcStream, answer: Answer, seconds: float = 0.25)
         answer.finals.append(final)
 
 
-def num_tokens(answer: Answer) -> int:
-    return sum(response["num_output_tokens"] for response in answer.responses)
-
-
 def started(stream: GrpcStream, request_id: str, count: int = 5) -> Answer:
     """The answer of the only request on `stream` once it has some responses."""
     answers = stream.collect(10**6, until=lambda a: len(a[request_id].responses) >= count)
@@ -62,26 +58,26 @@ def num_resumes(server: TritonServer) -> float:
 
 def test_pause_holds_a_stream_until_it_is_resumed(alive: TritonServer, tokenizer_dir: Path) -> None:
     with GrpcStream(alive) as stream, GrpcStream(alive) as other:
-        stream.send("job-7", **{**REQUEST, "max_tokens": 60})
+        stream.send("job-7", **{**REQUEST, "max_tokens": 200})
         answer = started(stream, "job-7")
         for _ in range(5):
             assert other.ask(request_id="job-7", pause=True).error is None
         wait_until(lambda: metric(alive, "tokenflow_active_requests", state="paused") == 1)
         assert metric(alive, "tokenflow_held_requests") == 1
         read_until_silent(stream, answer)
-        paused_at = num_tokens(answer)
-        assert paused_at < 60
+        paused_at = answer.num_tokens
+        assert paused_at < 200
         assert stream.is_silent(0.3)
         for _ in range(5):
             assert other.ask(request_id="job-7", resume=True).error is None
         assert metric(alive, "tokenflow_held_requests") <= 1
         rest = stream.collect()["job-7"]
-        assert len(rest.responses) > 10, "it streams again"
+        assert len(rest.responses) > 1, "it streams again"
         for name in ("responses", "receipt_times", "finals"):
             getattr(answer, name).extend(getattr(rest, name))
         # Over: nobody to pause.
         assert "'job-7'" in (other.ask(request_id="job-7", pause=True).error or "")
-    check_whole(answer, expected_text(tokenizer_dir, "hello", 60), 60)
+    check_whole(answer, expected_text(tokenizer_dir, "hello", 200), 200)
 
 
 def test_a_held_stream_keeps_no_other_from_running(alive: TritonServer) -> None:
@@ -206,14 +202,14 @@ def test_stop_with_log_probs_again_and_again(alive: TritonServer) -> None:
                 answer = answers.setdefault(request_id, Answer())
                 answer.responses.append(values)
                 answer.finals.append(final)
-                if num_tokens(answer) >= 5 and request_id not in stopped:
+                if answer.num_tokens >= 5 and request_id not in stopped:
                     stopped.add(request_id)
                     other.send(request_id, stop=True)
             assert all(a.error is None for a in other.collect(len(ids)).values())
             for answer in answers.values():
                 assert answer.finish_reason == "cancelled"
                 log_probs = [p for r in answer.responses for p in r.get("output_log_probs", [])]
-                assert len(log_probs) == num_tokens(answer) < 200
+                assert len(log_probs) == answer.num_tokens < 200
 
 
 def test_a_stop_for_every_stream_that_has_ended_is_no_error(alive: TritonServer) -> None:
@@ -242,7 +238,7 @@ def test_a_stop_in_the_last_step_leaves_one_end_and_no_block(alive: TritonServer
                 answer = answers.setdefault(request_id, Answer())
                 answer.responses.append(values)
                 num_ends += final
-                if num_tokens(answer) == 7 and not final:
+                if answer.num_tokens == 7 and not final:
                     other.send(request_id, stop=True)
                     num_stops += 1
             if num_stops:
@@ -301,7 +297,7 @@ def test_ids_are_the_clients_own_text(alive: TritonServer) -> None:
     assert set(answers) == set(ids)
     stopped = {i for i, answer in answers.items() if answer.finish_reason == "cancelled"}
     assert stopped == {"1 ", "x" * 4096}
-    assert all(num_tokens(answers[i]) == 30 for i in ids if i not in stopped)
+    assert all(answers[i].num_tokens == 30 for i in ids if i not in stopped)
 
 
 def test_the_streams_of_an_id_are_paused_all_or_none(other_server: Factory) -> None:

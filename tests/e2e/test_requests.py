@@ -37,7 +37,7 @@ def test_grpc_stream(alive: TritonServer, tokenizer_dir: Path) -> None:
         assert response["token_index"] == index
         index += response["num_output_tokens"]
     assert index == 60
-    assert len(answer.responses) > 20  # it streamed
+    assert len(answer.responses) > 1, "it streams"
     assert [r.get("finish_reason") for r in answer.responses[:-1]] == [None] * (
         len(answer.responses) - 1
     )
@@ -89,7 +89,7 @@ def test_an_id_may_be_used_again_at_once_and_twice_at_a_time(alive: TritonServer
         for _ in range(2):
             stream.send("dup", text_input="a", max_tokens=20, stream=True, outputs=OUTPUTS)
         answer = stream.collect(2)["dup"]
-    assert sum(r["num_output_tokens"] for r in answer.responses) == 40
+    assert answer.num_tokens == 40
 
 
 def test_http_generate(alive: TritonServer, tokenizer_dir: Path) -> None:
@@ -241,7 +241,7 @@ def test_read_rate_reaches_the_scheduler(alive: TritonServer, how: str) -> None:
             )  # fmt: skip
         wait_until(lambda: metric(alive, "tokenflow_active_requests", state="running") == 4)
         first = stream.collect(10**6, until=lambda a: len(a) == 4)
-        stream.collect(10**6, until=lambda a: sum(len(x.responses) for x in a.values()) > 200)
+        stream.collect(10**6, until=lambda a: sum(x.num_tokens for x in a.values()) > 200)
         stream.send("new", text_input="b", max_tokens=20, stream=True, end_id=-1, outputs=OUTPUTS)
         answers = stream.collect(5)
     assert len(first) == 4
