@@ -20,6 +20,7 @@ from perf.lab.capacity_report import to_record
 from perf.lab.capacity_text import text
 from perf.lab.gpus import GPUS
 from perf.lab.load_probe import Limits, Probe
+from perf.lab.mixes import READ_RATE_BOUNDS
 from perf.lab.planned_loads import InTurns, LoadKind, OneBurst, Readers, Steady
 from perf.lab.policies import PolicyRow, policies
 from perf.lab.setups import MAX_HOST_GB
@@ -75,7 +76,7 @@ def question_of(arguments: argparse.Namespace) -> Question:
         ),
     )
     readers = Readers(
-        rate=_within("--rate", arguments.rate, 0.01, 10_000),
+        rate=_within("--rate", arguments.rate, *READ_RATE_BOUNDS),
         prompt_tokens=_within("--prompt-tokens", arguments.prompt_tokens, 16, 1e6),
         answer_tokens=_within("--output-tokens", arguments.output_tokens, 16, 1e6),
     )

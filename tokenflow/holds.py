@@ -57,31 +57,26 @@ class Holds:
     def __len__(self) -> int:
         return len(self._groups.hold_ends)
 
-    def hold(self, session: Session, now: float) -> None:
-        """Begin; nothing happens to a stream that is held, that has used up its time, or of a kind
-        that is never paused, nor while too many are held."""
-        left_s = self._max_hold_s - session.held_s
-        if session.held_until is not None or left_s <= 0 or len(self) >= self._max_holds:
-            return
-        if self._table.unpausable_reason(session.request) is not None:
-            return
-        self._table.hold(session, now + left_s, now)
-        self._answers.trace("hold", session, now)
-        self.pause_running(now)
-
     def hold_all(self, sessions: Sequence[Session], now: float) -> HoldRefusal | None:
         """Begin, for all of some unfinished streams or for none; why for none, or None. Those that
-        are held already take no further place."""
+        are held already take no further place; nothing happens to a kind that is never paused."""
         if not sessions:
             return HoldRefusal.ENDED
-        new = [session for session in sessions if session.held_until is None]
+        new = [session for session in sessions if self._may_begin(session)]
         if any(session.held_s >= self._max_hold_s for session in new):
             return HoldRefusal.USED_UP
         if len(self) + len(new) > self._max_holds:
             return HoldRefusal.TOO_MANY
         for session in new:
-            self.hold(session, now)
+            left_s = self._max_hold_s - session.held_s
+            self._table.hold(session, now + left_s, now)
+            self._answers.trace("hold", session, now)
+        self.pause_running(now)
         return None
+
+    def _may_begin(self, session: Session) -> bool:
+        is_held = session.held_until is not None
+        return not is_held and self._table.unpausable_reason(session.request) is None
 
     def release(self, session: Session, now: float) -> bool:
         """End; False for a stream that is not held."""
