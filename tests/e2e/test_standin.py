@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -181,9 +180,7 @@ def test_who_leaves_is_cancelled(server: TritonServer) -> None:
     wait_until(lambda: gauge(server, "num_active_requests") == 1)
     before = gauge(server, "iterations")
     stream.close(cancel=True)
-    start_time = time.monotonic()
     wait_until(lambda: gauge(server, "num_active_requests") == 0)
-    assert time.monotonic() - start_time < 480 * STEP_S
     assert gauge(server, "iterations") - before < 400
 
 
