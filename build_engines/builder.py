@@ -5,7 +5,7 @@ Owns the output folder while it works:
     manifest.json   what was asked, found and built; which steps are done (manifest.py)
     converted/      the checkpoint in TensorRT-LLM's form; may be deleted once the engine is there
     engine/         the engine: what `gpt_model_path` names
-    tokenizer/      the tokenizer's files: what `tokenizer_dir` names
+    tokenizer/      the tokenizer's files, and config.json: what `tokenizer_dir` names
     logs/           one file per step: everything that its command printed
 
 Invariants: one build at a time in a folder (the lock is held by the running command too, so that it
@@ -199,8 +199,8 @@ def _empty(folder: Path) -> None:
 
 
 def _copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
+    """Everything that says which tokens end an answer, config.json too: it may be the only one."""
     _empty(folder)
     folder.mkdir()
     for path in checkpoint.small_files:
-        if path.name != "config.json":
-            shutil.copyfile(path, folder / path.name)
+        shutil.copyfile(path, folder / path.name)

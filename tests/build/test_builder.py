@@ -13,11 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from build_engines.manifest import read_manifest
 from build_engines.recipes import FROM_CHECKPOINT
 from tests.build.checkpoints import QWEN2, change_json, write_checkpoint
 from tests.build.programs import GPU, Programs, install
+from triton_backend.text import read_eos_token_ids
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -94,12 +97,19 @@ def test_a_build_leaves_an_engine_with_its_manifest(bench: Bench) -> None:
     assert manifest["checkpoint"]["path"] == str(bench.checkpoint)
     assert set(manifest["engine"]["files"]) == {"config.json", "rank0.engine", "rank1.engine"}
     assert {path.name for path in (bench.output / "tokenizer").iterdir()} == {
-        "tokenizer.json", "generation_config.json",
+        "tokenizer.json", "generation_config.json", "config.json",
     }  # fmt: skip
     for step in ("convert", "build"):
         log = (bench.output / manifest["steps"][step]["log"]).read_text()
         assert log.startswith("$ ")
         assert "part 2 of 3" in log
+
+
+def test_end_tokens_that_only_the_configuration_names_are_served(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, eos_token_id=[1, 0])
+    (bench.checkpoint / "generation_config.json").unlink()
+    bench.calls()
+    assert read_eos_token_ids(bench.output / "tokenizer", Tokenizer(BPE())) == (1, 0)
 
 
 def test_fp8_goes_through_the_quantizer(tmp_path: Path) -> None:
