@@ -202,14 +202,12 @@ class Sender:
                     self._remove(entry)
                     entry.channel.close()
                 return
-            chunk = entry.stream.push(batch)
-            if chunk is None:
-                return
-            if chunk.final:
-                self._remove(entry)
-            if entry.stream.needs_finish:
-                self._control().finish(handle)
-            self._send(entry, chunk)
+            for chunk in entry.stream.push(batch):
+                if chunk.final:
+                    self._remove(entry)
+                if entry.stream.needs_finish:
+                    self._control().finish(handle)
+                self._send(entry, chunk)
         except Exception as error:
             logger.exception("answering request %r failed", entry.request_id)
             self._abandon(entry, f"the answer could not be sent: {type(error).__name__}")

@@ -70,26 +70,29 @@ class TextStream:
         self._num_sent_tokens = 0
         self._cum_log_prob = 0.0
 
-    def push(self, events: Sequence[TokenEvent]) -> Chunk | None:
-        """Take events in order (several when the sender is behind); the response to send now.
+    def push(self, events: Sequence[TokenEvent]) -> list[Chunk]:
+        """Take events in order (several when the sender is behind); the responses to send now.
 
-        None when there is nothing to send yet (stream=false before its end). After the final chunk
-        the stream must not be used any more.
+        One, or none yet (stream=false before its end); two when an error follows tokens, since an
+        error carries none. After the final chunk the stream must not be used any more.
         """
         for event in events:
             at_end_token = self._take_tokens(event)
             if at_end_token or self._stops.matched is not None:
                 self.needs_finish = event.end is None
-                return self._last_chunk(EndReason.STOP)
+                return [self._last_chunk(EndReason.STOP)]
             if event.end is EndReason.ERROR:
                 code = ErrorCode.UNAVAILABLE if event.retryable else ErrorCode.INTERNAL
                 message = event.error or "the request failed"
-                return Chunk(error=message, error_code=code, final=True)
+                return [*self._gathered(), Chunk(error=message, error_code=code, final=True)]
             if event.end is not None:
-                return self._last_chunk(event.end)
-        if self.request.generate.streaming and events:
-            return self._chunk(None)
-        return None
+                return [self._last_chunk(event.end)]
+        return self._gathered()
+
+    def _gathered(self) -> list[Chunk]:
+        """What a stream's client gets of an answer that has not ended."""
+        is_due = self.request.generate.streaming and self._num_new_tokens
+        return [self._chunk(None)] if is_due else []
 
     def _take_tokens(self, event: TokenEvent) -> bool:
         """Count the event's tokens and append their text, up to an end token (True), or up to and

@@ -73,6 +73,16 @@ def test_error_event_is_a_final_error() -> None:
     assert channel.num_finals == 1
 
 
+def test_tokens_that_gathered_with_an_error_go_out_before_it() -> None:
+    bench = Bench()
+    channel = bench.open(1)
+    for item in (event(1, b"a"), event(1, b"b"), event(1, end=EndReason.ERROR, error="lost")):
+        bench.sender.post(item)
+    bench.turn()
+    assert (channel.text, channel.num_finals, bench.sender.num_open) == ("ab", 1, 0)
+    assert channel.errors == [("lost", ErrorCode.INTERNAL)]
+
+
 def test_a_client_that_left_is_cancelled_once_and_gets_one_final() -> None:
     bench = Bench()
     channel = bench.open(1)

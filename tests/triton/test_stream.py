@@ -45,11 +45,9 @@ def request(
 def run(stream: TextStream, events: list[TokenEvent], batch: int = 1) -> list[Chunk]:
     chunks = []
     for start in range(0, len(events), batch):
-        chunk = stream.push(events[start : start + batch])
-        if chunk is not None:
-            chunks.append(chunk)
-            if chunk.final:
-                break
+        chunks += stream.push(events[start : start + batch])
+        if chunks and chunks[-1].final:
+            break
     return chunks
 
 
@@ -141,6 +139,23 @@ def test_errors(retryable: bool, code: ErrorCode) -> None:
     events = [event(1, b"a"), event(1, end=EndReason.ERROR, error="boom", retryable=retryable)]
     chunks = run(TextStream(request(), TOKENIZER), events)
     assert (chunks[-1].error, chunks[-1].error_code, chunks[-1].final) == ("boom", code, True)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 9])
+def test_tokens_before_an_error_reach_a_stream_however_they_gathered(batch: int) -> None:
+    events = [event(1, [byte]) for byte in b"abc"]
+    events.append(event(1, end=EndReason.ERROR, error="boom"))
+    *data, last = run(TextStream(request(), TOKENIZER), events, batch)
+    assert "".join(chunk.text for chunk in data) == "abc"
+    assert sum(chunk.num_output_tokens for chunk in data) == 3
+    assert (last.error, last.final, last.text) == ("boom", True, "")
+    assert not any(chunk.final for chunk in data)
+
+
+def test_an_answer_in_one_piece_that_fails_is_an_error_only() -> None:
+    events = [event(1, b"abc"), event(1, end=EndReason.ERROR, error="boom")]
+    (chunk,) = run(TextStream(request(streaming=False), TOKENIZER), events, batch=2)
+    assert chunk.error == "boom"
 
 
 @given(
