@@ -116,7 +116,12 @@ def find_free_ports(host: str = "127.0.0.1") -> Ports:
 
 
 def require_free_ports(ports: Ports, host: str = "127.0.0.1") -> None:
-    """Raises ConfigError naming the first port that is no port, given twice, or in use."""
+    """Raises ConfigError naming the host if it is no IPv4 address of this machine, or the first
+    port that is no port, given twice, or in use."""
+    try:
+        find_free_ports(host)
+    except OSError as error:
+        raise ConfigError("host", f"{host} cannot be used: {error}") from None
     taken: dict[int, str] = {}
     for name in ("http", "grpc", "metrics"):
         port = getattr(ports, name)
@@ -185,7 +190,7 @@ def check_machine(
         try:
             require_free_ports(ports, host)
         except ConfigError as error:
-            problems.append(Problem(what=str(error), fix="choose other ports: tokenflow serve -h"))
+            problems.append(Problem(what=str(error), fix="choose others: tokenflow serve -h"))
     return problems
 
 

@@ -119,6 +119,12 @@ def test_ports_in_use_are_named() -> None:
     require_free_ports(ports)
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "nosuch.invalid", "::1"])
+def test_a_host_that_cannot_be_listened_on_is_no_ports_fault(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"^host: {host} cannot be used"):
+        require_free_ports(find_free_ports(), host)
+
+
 def test_free_ports_differ() -> None:
     assert len(set(dataclasses.astuple(find_free_ports()))) == 3
     assert Ports() == Ports(http=8000, grpc=8001, metrics=8002)
