@@ -61,7 +61,8 @@ class TextStream:
     def __init__(self, request: TextRequest, tokenizer: TextTokenizer) -> None:
         self.request = request
         self.needs_finish = False
-        self._detokenizer = tokenizer.detokenizer()
+        shown_before = request.generate.input_token_ids if request.prefix else ()
+        self._detokenizer = tokenizer.detokenizer(shown_before)
         self._stops = StopStrings(request.stop_strings)
         self._min_tokens = request.generate.sampling_config.min_tokens or 0
         self._texts: list[str] = [request.prefix] if request.prefix else []

@@ -32,6 +32,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONFIG_FILES = ("generation_config.json", "config.json")
 _BEFORE_A_WORD = ("\n", "(", "~")
 """Texts whose tokens stay what they are whatever word follows, in most vocabularies."""
+_NUM_BEFORE = 8
+"""Tokens that show a decoder that a text has begun, special ones among them."""
 
 
 class Detokenizer(Protocol):
@@ -137,11 +139,12 @@ class TextTokenizer:
         detokenizer = self.detokenizer()
         return detokenizer.push(token_ids) + detokenizer.flush()
 
-    def detokenizer(self) -> Detokenizer:
-        """A fresh detokenizer for one stream."""
+    def detokenizer(self, before: Sequence[int] = ()) -> Detokenizer:
+        """A fresh detokenizer for one stream. before: the text's tokens so far, when the stream's
+        is shown behind them: then it keeps the space with which it begins."""
         if self._token_bytes is None:
-            return WindowDetokenizer(self._tokenizer)
-        return ByteDetokenizer(self._token_bytes)
+            return WindowDetokenizer(self._tokenizer, before[-_NUM_BEFORE:])
+        return ByteDetokenizer(self._token_bytes, at_start=not before)
 
 
 class TokenBytes:
@@ -184,10 +187,10 @@ class TokenBytes:
 class ByteDetokenizer:
     """Detokenizer over `TokenBytes`: exact, with at most three bytes held back."""
 
-    def __init__(self, token_bytes: TokenBytes) -> None:
+    def __init__(self, token_bytes: TokenBytes, *, at_start: bool = True) -> None:
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._num_to_strip = token_bytes.num_leading_spaces
+        self._num_to_strip = token_bytes.num_leading_spaces if at_start else 0
 
     def push(self, token_ids: Iterable[int]) -> str:
         data = b"".join([self._token_bytes[token_id] for token_id in token_ids])
@@ -209,10 +212,12 @@ class ByteDetokenizer:
 class WindowDetokenizer:
     """Detokenizer over the library's DecodeStream, for vocabularies whose tokens are not bytes."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
         self._pending: list[int] = []
+        for token_id in before:
+            self._stream.step(tokenizer, token_id)
 
     def push(self, token_ids: Iterable[int]) -> str:
         parts = []

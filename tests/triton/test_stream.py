@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.triton.fakes import byte_level_tokenizer, event
+from tests.triton.fakes import byte_level_tokenizer, event, sentencepiece_tokenizer
 from tokenflow.executor.api import OutputConfig
 from tokenflow.types import EndReason, GenerateRequest, TokenEvent
 from triton_backend.codec import TextRequest
@@ -84,6 +84,15 @@ def test_not_streaming_answers_once() -> None:
     assert (chunk.text, chunk.num_output_tokens, chunk.final) == ("Q: abc", 3, True)
     assert chunk.log_probs == (-0.5, -0.5, -0.5)
     assert chunk.cum_log_prob == -1.5
+
+
+def test_a_space_between_prompt_and_answer_is_kept() -> None:
+    pieces = ("▁What", "▁is", "▁deep", "▁learning")
+    tokenizer = sentencepiece_tokenizer(pieces)
+    answer = [event(1, [258]), event(1, [259], end=EndReason.LENGTH)]
+    for prefix, text in (("What is", "What is deep learning"), ("", "deep learning")):
+        (chunk,) = run(TextStream(request(streaming=False, prefix=prefix), tokenizer), answer)
+        assert chunk.text == text
 
 
 def test_end_without_tokens_is_one_chunk() -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.triton.fakes import EOS, byte_level_tokenizer, sentencepiece_tokenizer
+from tests.triton.vocabularies import byte_level_bpe, legacy_metaspace_bpe, metaspace_bpe
 from tokenflow.errors import ConfigError
 from triton_backend.stop_strings import StopStrings
 from triton_backend.text import TextTokenizer, WindowDetokenizer
@@ -108,6 +109,33 @@ def test_vocabulary_without_bytes_uses_the_librarys_stream() -> None:
     tokenizer = TextTokenizer(inner)
     assert isinstance(tokenizer.detokenizer(), WindowDetokenizer)
     assert "".join(deltas(tokenizer, [0, 1, 2])) == "hello you"
+
+
+def wordpiece() -> TextTokenizer:
+    vocab = {"hel": 0, "##lo": 1, "you": 2, "me": 3, "[UNK]": 4}
+    inner = Tokenizer(models.WordPiece(vocab=vocab, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.decoder = decoders.WordPiece()
+    return TextTokenizer(inner)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "before", "whole"),
+    [
+        (metaspace_bpe(), "New London", "New London and York"),
+        (legacy_metaspace_bpe(), "New London", "New London and York"),
+        (byte_level_bpe(), "New London", "New London and York"),
+        (wordpiece(), "you", "you hello me"),
+        (wordpiece(), "you hel", "you hello me"),
+    ],
+)
+def test_a_text_behind_another_keeps_its_leading_space(
+    tokenizer: TextTokenizer, before: str, whole: str
+) -> None:
+    given, token_ids = tokenizer.encode(before), tokenizer.encode(whole)
+    assert token_ids[: len(given)] == given
+    detokenizer = tokenizer.detokenizer(given)
+    assert before + detokenizer.push(token_ids[len(given) :]) + detokenizer.flush() == whole
 
 
 def test_a_prompt_that_starts_with_a_special_token_gets_no_second_one() -> None:
