@@ -216,18 +216,29 @@ class WindowDetokenizer:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
         self._pending: list[int] = []
-        for token_id in before:
-            self._stream.step(tokenizer, token_id)
+        self.push(before)
+        self._pending.clear()
 
     def push(self, token_ids: Iterable[int]) -> str:
         parts = []
         for token_id in token_ids:
             self._pending.append(token_id)
-            part = self._stream.step(self._tokenizer, token_id)
+            part = self._step(token_id)
             if part is not None:
                 parts.append(part)
                 self._pending.clear()
         return "".join(parts)
+
+    def _step(self, token_id: int) -> str | None:
+        """The library raises a bare Exception when a bad byte spoils the characters before it in a
+        run of byte tokens. They are sent already, so the rest is decoded by itself."""
+        try:
+            part: str | None = self._stream.step(self._tokenizer, token_id)
+        except Exception:
+            self._stream = DecodeStream(skip_special_tokens=True)
+            parts = [self._stream.step(self._tokenizer, pending) for pending in self._pending]
+            part = "".join(filter(None, parts))
+        return part
 
     def flush(self) -> str:
         text: str = self._tokenizer.decode(self._pending, skip_special_tokens=True)

@@ -103,6 +103,17 @@ def test_special_and_unknown_tokens_have_no_text() -> None:
     assert deltas(BYTE_LEVEL, [ord("a"), EOS, 10**6, ord("b")]) == ["a", "", "", "b", ""]
 
 
+def test_a_bad_byte_does_no_harm_where_the_library_decodes() -> None:
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁the": 256}
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    tokenizer = TextTokenizer(inner)
+    assert isinstance(tokenizer.detokenizer(), WindowDetokenizer)
+    token_ids = [*"😀".encode(), 0xFF, 256, *"é".encode(), 256]
+    assert "".join(deltas(tokenizer, token_ids)) == "😀\ufffd theé the"
+    assert tokenizer.detokenizer([*"😀".encode(), 0xFF, 256]).push([256]) == " the"
+
+
 def test_vocabulary_without_bytes_uses_the_librarys_stream() -> None:
     inner = Tokenizer(models.WordPiece(vocab={"hel": 0, "##lo": 1, "you": 2}, unk_token="hel"))
     inner.decoder = decoders.WordPiece()
