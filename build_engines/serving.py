@@ -158,7 +158,9 @@ def _checkpoint_values(source: Source) -> dict[str, str]:
     if manifest is not None:
         limits = _limit_values(manifest)
         default = ServingConfig().max_tokens_in_paged_kv_cache
-        pool = max(default, int(limits["max_seq_len"]))
+        seq_len, size = int(limits["max_seq_len"]), int(limits["tokens_per_block"])
+        # In whole blocks: the longest sequence takes one for its last few tokens, too.
+        pool = max(default, math.ceil(seq_len / size) * size)
         values |= {**limits, "max_tokens_in_paged_kv_cache": str(pool)}
     return values
 

@@ -118,6 +118,16 @@ def test_the_same_build_serves_with_the_embedded_engine(bench: Bench, tmp_path: 
     assert (tmp_path / "trtllm" / shim).read_text() == (tmp_path / "inflight" / shim).read_text()
 
 
+def test_the_embedded_engines_pool_holds_the_longest_sequence(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, max_position_embeddings=16384)
+    assert bench.build("--max-seq-len", "10000").returncode == 0
+    (model,) = serving_models(find_source(bench.output, None, None), "inflight", {})
+    config = model.config
+    num_blocks = config.max_tokens_in_paged_kv_cache // config.tokens_per_block
+    assert config.max_seq_len == 10000
+    assert num_blocks * config.tokens_per_block >= config.max_seq_len
+
+
 def test_a_checkpoint_alone_serves_with_the_embedded_engine(bench: Bench, tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     assert render("--checkpoint", bench.checkpoint, "--output", repository) == 0
