@@ -132,6 +132,10 @@ def _engine_values(source: Source) -> dict[str, str]:
         raise ConfigError(
             "engine_dir", f"engine {TRTLLM} needs a build: --engine-dir or --manifest"
         )
+    if source.checkpoint is not None:
+        raise ConfigError(
+            "checkpoint", f"is for the embedded engine (--engine {INFLIGHT}), not for {TRTLLM}"
+        )
     manifest = source.manifest
     memory = manifest["memory"]
     return {

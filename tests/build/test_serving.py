@@ -175,6 +175,10 @@ REFUSED = {
         ["--checkpoint", "CHECKPOINT", "--engine", "trtllm"],
         "engine_dir: engine trtllm needs a build",
     ),
+    "a checkpoint that is not served": (
+        ["--engine-dir", "BUILT", "--checkpoint", "CHECKPOINT"],
+        "checkpoint: is for the embedded engine",
+    ),
     "unknown engine": (["--engine-dir", "BUILT", "--engine", "vllm"], "engine: must be one of"),
     "unknown parameter": (["--engine-dir", "BUILT", "--set", "x=1"], "x: unknown parameter"),
     "no value": (["--engine-dir", "BUILT", "--set", "x"], "set: wants NAME=VALUE, got 'x'"),
