@@ -77,6 +77,9 @@ class TextTokenizer:
             tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception for a malformed file
             raise ConfigError("tokenizer_dir", f"{file}: {error}") from error
+        # What it was trained with may be in the file, and would cut prompts short or fill them up.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         return cls(tokenizer, read_eos_token_ids(folder, tokenizer))
 
     def encode(self, text: str) -> tuple[int, ...]:

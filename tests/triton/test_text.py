@@ -178,6 +178,16 @@ def test_eos_ids_come_from_the_checkpoint(
     assert TextTokenizer.load(tmp_path).eos_token_ids == expected
 
 
+def test_lengths_that_the_file_of_a_tokenizer_sets_are_not_those_of_prompts(tmp_path: Path) -> None:
+    inner = byte_level_tokenizer()._tokenizer
+    inner.enable_truncation(4)
+    inner.enable_padding(length=6, pad_id=EOS)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = TextTokenizer.load(tmp_path)
+    for text in ("hi", "a longer prompt"):
+        assert tokenizer.encode(text) == tokenizer.encode_word(text) == tuple(text.encode())
+
+
 def test_loading_names_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer_dir: .*tokenizer\.json does not exist"):
         TextTokenizer.load(tmp_path)
