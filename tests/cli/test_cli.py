@@ -123,6 +123,11 @@ def test_the_command_to_try_is_a_valid_request() -> None:
     assert "127.0.0.1:8001" in text
 
 
+def test_serve_waits_for_as_long_as_an_engine_may_load() -> None:
+    for limit_s in (ServingConfig().engine_load_timeout_s, 86_400.0):
+        assert serve.ready_limit_s(ServingConfig(engine_load_timeout_s=limit_s)) > limit_s
+
+
 def test_doctor_counts_only_problems(capsys: pytest.CaptureFixture[str]) -> None:
     code = doctor.run(argparse.Namespace())
     out = capsys.readouterr().out

@@ -25,7 +25,7 @@ from tokenflow.progress import Waiting
 if TYPE_CHECKING:
     from triton_backend.launcher import TritonServer
 
-READY_TIMEOUT_S = 600.0
+_SERVER_START_S = 120.0
 _LOG_POLL_S = 0.2
 
 
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
             exit_timeout_s=arguments.exit_timeout_s,
         )
         try:
-            _start(server)
+            _start(server, ready_limit_s(config))
             print(what_to_try(server.http_url, server.grpc_url, server.metrics_url), flush=True)
             _show_log(server)
             print("tokenflow: the server ended by itself", file=sys.stderr)
@@ -124,10 +124,15 @@ def what_to_try(http_url: str, grpc_url: str, metrics_url: str) -> str:
     )
 
 
-def _start(server: TritonServer) -> None:
+def ready_limit_s(config: ServingConfig) -> float:
+    """How long a server may take until it serves: its engine gives up by itself, with a reason."""
+    return config.engine_load_timeout_s + _SERVER_START_S
+
+
+def _start(server: TritonServer, limit_s: float) -> None:
     with Waiting("loading the model") as waiting:
         server.start()
-        server.wait_ready(READY_TIMEOUT_S, on_wait=waiting)
+        server.wait_ready(limit_s, on_wait=waiting)
 
 
 def _stop(server: TritonServer) -> None:
