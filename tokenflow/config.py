@@ -8,6 +8,7 @@ A key that is not a field, or a value out of range, is a ConfigError that names 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
@@ -24,6 +25,7 @@ from tokenflow.executor.trtllm_engine import LIMITS, built_limits
 OFFLOAD_MIN_PRIORITY = 30
 """Retention priority from which the engine finds a block worth a host block."""
 
+_PLACEHOLDER = re.compile(r"\$\{\w+\}")
 _BATCH_POLICIES = {
     "guaranteed_no_evict": CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
     "max_utilization": CapacitySchedulerPolicy.MAX_UTILIZATION,
@@ -286,7 +288,7 @@ def parse_parameters(parameters: Mapping[str, str]) -> ServingConfig:
     for key, text in parameters.items():
         if key not in kinds:
             raise ConfigError(key, "unknown parameter")
-        if text == "" or text.startswith("${"):
+        if text == "" or _PLACEHOLDER.fullmatch(text):
             continue
         values[key] = _parse(key, text, kinds[key])
     if values.get("engine") == "trtllm":

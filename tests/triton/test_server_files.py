@@ -57,6 +57,12 @@ def test_template_has_exactly_the_fields_of_the_config() -> None:
     assert parse_parameters(parameters) == ServingConfig()  # unfilled means default
 
 
+def test_what_only_begins_like_a_placeholder_is_a_value() -> None:
+    assert parse_parameters({"trace_path": "${HOME}/trace"}).trace_path == "${HOME}/trace"
+    with pytest.raises(ConfigError, match="max_batch_size: must be a whole number"):
+        parse_parameters({"max_batch_size": "${size}6"})
+
+
 def test_relative_paths_become_absolute(tmp_path: Path) -> None:
     folder = render_repository(ServingConfig(gpt_model_path="models/x"), tmp_path)
     parameters = read_parameters((folder / "ensemble" / "config.pbtxt").read_text())
