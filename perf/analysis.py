@@ -10,13 +10,13 @@ import enum
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from perf.client import ClientRecord
-from perf.trace_view import Iteration, Pause, Trace
+from perf.trace_view import Iteration, Pause, RequestTimes, Trace
 from perf.workloads import NEWCOMER
 from tokenflow import metrics
 from tokenflow.errors import TokenFlowError
@@ -101,6 +101,26 @@ def require_complete(clients: Sequence[ClientRecord]) -> None:
         reason = failure(client)
         if reason is not None:
             raise BenchmarkError(reason)
+
+
+def under_client_ids(trace: Trace, clients: Sequence[ClientRecord]) -> Trace:
+    """The trace with its requests under the ids of `clients`. Where these were sent under ids of
+    another program, a request is known by its lengths, those of the same ones by their order.
+
+    Raises BenchmarkError naming the first client whose request is not in the trace.
+    """
+    if all(client.request_id in trace.requests for client in clients):
+        return trace
+    of_lengths: dict[tuple[int, int], list[RequestTimes]] = {}
+    for request in sorted(trace.requests.values(), key=lambda r: r.arrival_time):
+        of_lengths.setdefault((request.num_prompt_tokens, request.max_tokens), []).append(request)
+    found = {}
+    for client in sorted(clients, key=lambda c: c.send_time):
+        alike = of_lengths.get((client.num_prompt_tokens, client.max_tokens))
+        if not alike:
+            raise BenchmarkError(f"the server's trace has no request like {client.request_id}")
+        found[client.request_id] = replace(alike.pop(0), request_id=client.request_id)
+    return Trace(requests=found, iterations=trace.iterations)
 
 
 def visible_stalls(

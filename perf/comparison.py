@@ -25,6 +25,7 @@ from perf.analysis import (
     ratios,
     require_complete,
     summarise,
+    under_client_ids,
     visible_stalls,
 )
 from perf.client import WorkloadRecord
@@ -82,6 +83,7 @@ def run_policy(
     trace = read_trace(
         trace_path, tokens_per_block=config.tokens_per_block, since_time=record.start_time
     )
+    trace = under_client_ids(trace, record.clients)
     num_blocks = config.max_tokens_in_paged_kv_cache // config.tokens_per_block
     batch = check_batch(trace, max_batch_size=config.max_batch_size, num_blocks=num_blocks)
     if name == "fcfs" and batch.idle_times:

@@ -44,10 +44,12 @@ class Iteration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTimes:
-    """What the trace says about one request. blocks: its full reservation."""
+    """What the trace says about one request. num_blocks: its full reservation."""
 
     request_id: str
     arrival_time: float
+    num_prompt_tokens: int
+    max_tokens: int
     num_blocks: int
     end_time: float | None
     pauses: tuple[Pause, ...]
@@ -187,6 +189,8 @@ def _request_times(
     return RequestTimes(
         request_id=request_id,
         arrival_time=arrival["time"],
+        num_prompt_tokens=arrival["num_prompt_tokens"],
+        max_tokens=arrival["max_tokens"],
         num_blocks=num_blocks,
         end_time=end,
         pauses=tuple(pauses),

@@ -130,6 +130,28 @@ def iteration(number: int, end: float, latency_ms: float = 100.0, **fields: int)
     }  # fmt: skip
 
 
+def test_a_pause_is_blamed_whatever_ids_the_sending_program_gave() -> None:
+    """perf_analyzer has ids of its own, and its export does not say which."""
+    first, second, longer = client([1.0, 9.0]), client([1.5, 2.0]), client([1.0, 1.5, 2.0])
+    clients = [second, longer, first]
+    for index, (record, sent_time) in enumerate(((first, 0.0), (second, 0.5), (longer, 0.4))):
+        record.request_id, record.send_time = f"reader-{index}", sent_time
+        record.num_prompt_tokens = 1
+    lines = [
+        arrival("281474976710656", 0.1, 2), arrival("1", 0.6, 2), arrival("0", 0.5, 3),
+        event("pause", 1.1, "281474976710656"), event("resume", 8.8, "281474976710656"),
+        event("resumed", 8.9, "281474976710656"),
+    ]  # fmt: skip
+    trace = analysis.under_client_ids(build_trace(lines, tokens_per_block=32), clients)
+    times = {name: request.arrival_time for name, request in trace.requests.items()}
+    assert times == {"reader-0": 0.1, "reader-1": 0.6, "reader-2": 0.5}
+    (stall,) = analysis.visible_stalls(clients, trace, ())
+    assert (stall.request_id, stall.cause) == ("reader-0", Cause.PAUSE)
+    assert analysis.under_client_ids(trace, clients) is trace
+    with pytest.raises(BenchmarkError, match="no request like a"):
+        analysis.under_client_ids(trace, [client([1.0])])
+
+
 def test_trace_tells_pauses_and_ends() -> None:
     lines = [
         arrival("a", 1.0),

@@ -94,7 +94,13 @@ def make_trace(num_scheduled: list[int], num_blocks: list[int], arrivals: list[f
     return Trace(
         requests={
             str(i): RequestTimes(
-                request_id=str(i), arrival_time=at, num_blocks=size, end_time=None, pauses=()
+                request_id=str(i),
+                arrival_time=at,
+                num_prompt_tokens=1,
+                max_tokens=1,
+                num_blocks=size,
+                end_time=None,
+                pauses=(),
             )
             for i, (size, at) in enumerate(zip(num_blocks, arrivals, strict=True))
         },
