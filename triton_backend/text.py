@@ -66,6 +66,7 @@ class TextTokenizer:
         self._token_bytes = make_token_bytes(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = {t.content: id for id, t in added.items() if t.special}
+        self._begin_token = _begin_token(tokenizer)
 
     @classmethod
     def load(cls, folder: Path) -> TextTokenizer:
@@ -84,10 +85,9 @@ class TextTokenizer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a prompt. Special tokens (BOS) are added as the tokenizer declares, unless
-        the text starts with one already, as the output of a chat template does."""
-        begins_special = text.startswith(tuple(self._special_ids))
-        encoding = self._tokenizer.encode(text, add_special_tokens=not begins_special)
-        return tuple(encoding.ids)
+        the text starts with the same one already, as the output of a chat template does."""
+        has_begun = bool(self._begin_token) and text.startswith(self._begin_token)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=not has_begun).ids)
 
     def encode_word(self, word: str) -> tuple[int, ...]:
         """Token ids of a text by itself, without what the tokenizer adds to a prompt; empty if the
@@ -148,6 +148,15 @@ class TextTokenizer:
         if self._token_bytes is None:
             return WindowDetokenizer(self._tokenizer, before[-_NUM_BEFORE:])
         return ByteDetokenizer(self._token_bytes, at_start=not before)
+
+
+def _begin_token(tokenizer: Tokenizer) -> str:
+    """The first token that the tokenizer puts in front of a prompt (BOS); empty for none."""
+    encoding = tokenizer.encode("a", add_special_tokens=True)
+    if not encoding.special_tokens_mask or not encoding.special_tokens_mask[0]:
+        return ""
+    token: str = encoding.tokens[0]
+    return token
 
 
 class TokenBytes:

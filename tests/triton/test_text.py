@@ -149,14 +149,20 @@ def test_a_text_behind_another_keeps_its_leading_space(
     assert before + detokenizer.push(token_ids[len(given) :]) + detokenizer.flush() == whole
 
 
-def test_a_prompt_that_starts_with_a_special_token_gets_no_second_one() -> None:
+def test_a_prompt_that_starts_with_its_bos_gets_no_second_one() -> None:
+    """But one that starts with another special token, as a turn of a chat does, gets its first."""
+    from tokenizers import AddedToken
     from tokenizers.processors import TemplateProcessing
 
-    tokenizer = byte_level_tokenizer()
-    inner = tokenizer._tokenizer
+    inner = byte_level_tokenizer()._tokenizer
+    inner.add_special_tokens([AddedToken("<turn>", special=True)])
+    turn = inner.token_to_id("<turn>")
+    assert TextTokenizer(inner).encode("<turn>hi") == (turn, *b"hi")
     inner.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", EOS)])
-    assert tokenizer.encode("hi") == (EOS, *b"hi")
-    assert tokenizer.encode("<eos>hi") == (EOS, *b"hi")
+    tokenizer = TextTokenizer(inner)
+    assert tokenizer.encode("hi") == tokenizer.encode("<eos>hi") == (EOS, *b"hi")
+    assert tokenizer.encode("<turn>hi") == (EOS, turn, *b"hi")
+    assert tokenizer.encode("") == (EOS,)
 
 
 @pytest.mark.parametrize(
