@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -18,7 +19,9 @@ from tokenizers import Tokenizer
 from build_engines.tiny import make_tiny_model
 from tests.torch.driving import Blocks, Sequence, request
 from tokenflow.errors import CapacityError, ConfigError, EngineError
+from tokenflow.inflight.runner import SequenceChunk
 from tokenflow.inflight.torch_linear import PackedLinear, PlainLinear, make_linear
+from tokenflow.inflight.torch_loading import load_decoder
 from tokenflow.inflight.torch_runner import TorchRunner, set_threads
 
 pytestmark = pytest.mark.torch
@@ -177,6 +180,25 @@ def test_logits_that_are_not_finite_fail_the_step(
     runner.add_request(0, request())
     with pytest.raises(EngineError, match="not finite"):
         runner.forward([Sequence(0, [5, 6, 7], blocks).chunk(3)])
+
+
+def test_a_step_that_is_not_finite_spoils_no_block_for_the_next_one(
+    tiny_model: Callable[[str], Path],
+) -> None:
+    dtype, device = torch.float32, torch.device("cpu")
+    decoder = load_decoder(
+        tiny_model("qwen2"), device=device, dtype=dtype, progress=lambda fraction: None
+    )
+    with torch.inference_mode():
+        cast(torch.Tensor, decoder.model.embed_tokens.weight)[7] = math.inf
+    runner = TorchRunner(decoder, dtype="float32", num_threads=1)
+    runner.allocate_kv(1, 8, 0)
+    later = SequenceChunk(1, [5, 6, 8], 0, [0], True, 0)
+    expected = runner.logits([later])
+    for samples in (True, False):
+        with pytest.raises(EngineError, match="not finite"):
+            runner.forward([SequenceChunk(0, [5, 5, 5, 5, 7], 0, [0], samples, 0)])
+        assert torch.equal(runner.logits([later]), expected)
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ plain memory copy. A layer's part of a block is contiguous too and holds key and
 `index_select` brings the history of a whole batch, token-major, ready for scaled dot-product
 attention without a copy. A row is such a part: block * num_layers + layer.
 
-Invariants: the pool is zeroed when allocated, so that a masked position is finite whatever block
-it lies in (0 times NaN would be NaN); a layer writes the KV of its tokens before it reads; the
-shape that a sequence attends in follows from the sequence alone: a prefill chunk has a call of its
-own, a decode row is padded to a length that depends on its own history only (the order of
-summation, and so rounding, depends on that length).
+Invariants: the pool is zeroed when allocated, and where a step wrote whose numbers are not finite,
+so that a masked position is finite whatever block it lies in (0 times NaN would be NaN); a layer
+writes the KV of its tokens before it reads; the shape that a sequence attends in follows from the
+sequence alone: a prefill chunk has a call of its own, a decode row is padded to a length that
+depends on its own history only (the order of summation, and so rounding, depends on that length).
 
 Query heads that share a KV head are packed together as rows of one matrix (grouped queries),
 which spares the expansion of keys and values to all query heads.
@@ -93,6 +93,10 @@ class KvPool:
     def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store key and value [num_tokens, num_kv_heads, head_dim] at a layer's slots."""
         self._slots.index_copy_(0, slots, torch.stack((key, value), dim=1))
+
+    def clear(self, slots: torch.Tensor) -> None:
+        """Zeros at a layer's slots."""
+        self._slots.index_fill_(0, slots, 0)
 
     def read(self, rows: torch.Tensor, num_sequences: int) -> torch.Tensor:
         """History of sequences with equally many blocks, from a layer's rows.
@@ -228,6 +232,11 @@ class PagedBatch:
             for part, rows in zip(self._parts, queries, strict=True)
         ]
         return out[0] if len(out) == 1 else torch.cat(out)
+
+    def clear(self) -> None:
+        """Put zeros where `attend` stored key and value, in every layer."""
+        for slots in self._slots:
+            self._pool.clear(slots)
 
 
 def _group_decodes(chunks: Sequence[SequenceChunk], tokens_per_block: int) -> dict[int, list[int]]:

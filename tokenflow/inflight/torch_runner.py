@@ -143,14 +143,18 @@ class TorchRunner:
         self._allocated_pool().copy(copies)
 
     def forward(self, chunks: Sequence[SequenceChunk]) -> StepOutput:
-        """See Runner. Raises EngineError when the model gives logits that are not finite."""
-        logits = self.logits(chunks)
-        sampled = [chunk for chunk in chunks if chunk.samples]
-        if not sampled:
-            return StepOutput(token_ids=[], log_probs=[])
-        if not bool(torch.isfinite(logits).all()):
-            raise EngineError("the model gave logits that are not finite")
+        """See Runner. Raises EngineError when the model gives numbers that are not finite, also in
+        a chunk that samples nothing. Then the step leaves zeros as its KV: attention gives what it
+        must not see the weight 0, and 0 times NaN is NaN, so that whoever gets these blocks next
+        would fail as well."""
         with torch.inference_mode():
+            batch, hidden, logits = self._compute(chunks)
+            if not bool(torch.isfinite(hidden).all() & torch.isfinite(logits).all()):
+                batch.clear()
+                raise EngineError("the model gave numbers that are not finite")
+            sampled = [chunk for chunk in chunks if chunk.samples]
+            if not sampled:
+                return StepOutput(token_ids=[], log_probs=[])
             token_ids, log_probs = self._sampler.sample(
                 logits,
                 [chunk.request_id for chunk in sampled],
@@ -161,18 +165,24 @@ class TorchRunner:
     @torch.inference_mode()
     def logits(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
         """Compute a step up to its logits: [num_samples, vocab_size], float32, in chunk order."""
+        return self._compute(chunks)[2]
+
+    def _compute(
+        self, chunks: Sequence[SequenceChunk]
+    ) -> tuple[PagedBatch, torch.Tensor, torch.Tensor]:
+        """The step packed, its last hidden states [1, num_tokens, hidden_size], and its logits."""
         batch = PagedBatch(self._allocated_pool(), chunks, self._heads_per_kv)
-        hidden = self._model(
+        hidden: torch.Tensor = self._model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
             use_cache=False,
             paged=batch,
         ).last_hidden_state
-        rows: torch.Tensor = hidden[0].index_select(0, batch.sample_rows)
-        if not len(rows):
-            return rows.new_empty((0, self._vocab_size), dtype=torch.float32)
-        logits: torch.Tensor = self._head(rows.float())
-        return logits
+        rows = hidden[0].index_select(0, batch.sample_rows)
+        logits: torch.Tensor = rows.new_empty((0, self._vocab_size), dtype=torch.float32)
+        if len(rows):
+            logits = self._head(rows.float())
+        return batch, hidden, logits
 
     def _allocated_pool(self) -> KvPool:
         assert self._pool is not None, "allocate_kv comes first"
