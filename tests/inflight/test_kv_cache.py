@@ -159,6 +159,13 @@ def test_only_computed_tokens_are_stored():
     other.check_integrity()
 
 
+def test_salts_of_which_nothing_was_computed_leave_no_root():
+    kv = make()
+    for salt in range(3):
+        kv.release(kv.allocate(tokens(A, B), salt), tokens(A, B), 0)
+    assert not kv._store._tree._roots
+
+
 def test_nothing_more_is_stored_after_a_failure():
     kv = make()
     sequence = kv.allocate(tokens(A, B, C))

@@ -108,8 +108,8 @@ class BlockStore:
         with the same tokens or more). Blocks are stored under it, so whoever iterates sees to it in
         between that it is on the device.
         """
-        if not self._config.enable_block_reuse:
-            return
+        if not self._config.enable_block_reuse or not num_computed:
+            return  # a root without blocks would stay for ever
         size = self._tokens_per_block
         node = self._tree.root(sequence.cache_salt_id)
         for i, block in enumerate(sequence.blocks[: -(-num_computed // size)]):
