@@ -18,6 +18,7 @@ from tests.trtllm_double.folder import FAIL_FILE, Behind, write_engine
 from tokenflow.config import ServingConfig
 from tokenflow.errors import EngineError, EngineLostError
 from tokenflow.executor.factory import start_engine
+from tokenflow.executor.lora import LoraConfig
 from tokenflow.executor.remote import RemoteExecutor
 
 
@@ -58,6 +59,21 @@ def test_tokens_pauses_and_events_come_over_the_channel(
     assert manager is not None
     assert [event.event_id for event in manager.get_latest_events(0)][:2] == [0, 1]
     assert client.stats[-1].kv_tier_stats is not None
+
+
+def test_what_the_engine_does_not_have_ends_only_who_asks_for_it(
+    engine: tuple[RemoteExecutor, Path],
+) -> None:
+    client = Client(engine[0])
+    first, last = client.request((1, 2, 3), 2), client.request((5, 6), 2)
+    adapted = client.request((4,), 2, lora_config=LoraConfig(task_id=7))
+    ids = client.enqueue_together([first, adapted, last])
+    client.wait(*ids)
+    outputs = [client.outputs[request_id] for request_id in ids]
+    assert [output.token_ids for output in outputs] == [[4, 5], [], [7, 8]]
+    assert [output.error for output in outputs] == [
+        None, "lora_task_id: the engine was built without LoRA", None
+    ]  # fmt: skip
 
 
 def test_a_killed_engine_is_lost(engine: tuple[RemoteExecutor, Path]) -> None:

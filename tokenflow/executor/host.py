@@ -38,7 +38,7 @@ import msgspec
 
 from tokenflow.config import ServingConfig, parse_parameters
 from tokenflow.errors import EngineError, EngineLostError, TokenFlowError
-from tokenflow.executor.api import Executor, IterationStats, Response
+from tokenflow.executor.api import Executor, IterationStats, Request, Response
 from tokenflow.executor.backpressure import ResponseOutbox
 from tokenflow.executor.channel import (
     Ack,
@@ -228,18 +228,27 @@ class EngineHost:
             raise EngineError(f"unexpected {type(message).__name__}")
 
     def _enqueue(self, message: Enqueue) -> None:
-        """A refusal (the engine's queue is full) becomes an error response to each: the proxy has
-        long returned the ids. Not so where the engine has failed: the main thread ends the process.
+        """A refusal (the engine's queue is full, or it does not have what a request asks for)
+        becomes an error response: the proxy has long returned the ids. Of several that are refused
+        together each is tried alone: one may be the cause, and it must not end the others. No
+        responses where the engine has failed: the main thread ends the process.
         """
-        try:
-            self._ids.enqueue(message.request_ids, message.requests, self._executor)
-        except Exception as error:
-            if not self._executor.can_enqueue_requests():
-                return
-            for request_id, request in zip(message.request_ids, message.requests, strict=True):
+        if self._refusal(message.request_ids, message.requests) is None:
+            return
+        for request_id, request in zip(message.request_ids, message.requests, strict=True):
+            error = self._refusal([request_id], [request])
+            if error is not None and self._executor.can_enqueue_requests():
                 self._outbox.post(
                     Response(request_id=request_id, client_id=request.client_id, error=str(error))
                 )
+
+    def _refusal(self, request_ids: Sequence[int], requests: Sequence[Request]) -> Exception | None:
+        """Enqueue all of them, or none and return why."""
+        try:
+            self._ids.enqueue(request_ids, requests, self._executor)
+        except Exception as error:
+            return error
+        return None
 
     def _stop(self) -> None:
         """Nobody can receive a response any more, so running requests are cut short."""
