@@ -175,6 +175,53 @@ def test_cancels_at_any_time_from_other_threads(start: Starter, policy: str) -> 
     assert min(tokens.values()) >= 1
 
 
+class SaysItPaused(Around):
+    """Its statistics tell once that the engine paused a request by itself. cancelled: in order."""
+
+    def __init__(self, executor: Any) -> None:
+        super().__init__(executor)
+        self.has_paused = False
+        self.cancelled: list[int] = []
+
+    def get_latest_iteration_stats(self) -> list[Any]:
+        given = self.inner.get_latest_iteration_stats()
+        if given and self.has_paused:
+            given[-1].inflight_batching_stats.num_paused_requests = 1
+            self.has_paused = False
+        return given
+
+    def cancel_request(self, id: int) -> None:
+        self.cancelled.append(id)
+        self.inner.cancel_request(id)
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_tokens_from_before_a_pause_of_the_engine_pass_no_cancel_on(
+    start: Starter, double: types.ModuleType, is_kept: bool
+) -> None:
+    """Whoever was paused computes its context again, although a token of it still comes."""
+    bindings = with_executor(double, lambda *args: SaysItPaused(double.Executor(*args)))
+    behind = Behind(vocab_size=VOCAB, script="pseudo_random", step_s=0.01)
+    executor = start.executor(behind, bindings=bindings)
+    engine = executor._executor
+    client = Client(executor)
+    request_id = client.enqueue((1, 2), 200)
+    client.wait_tokens(request_id, 1)
+    while not engine.get_num_responses_ready():
+        time.sleep(0.001)
+    engine.has_paused = True
+    while engine.has_paused:
+        executor.get_latest_iteration_stats()
+    if is_kept:
+        executor.cancel_request(request_id)
+    client.pump()
+    if not is_kept:
+        executor.cancel_request(request_id)
+    assert engine.cancelled == []
+    assert client.wait(request_id).reason is FinishReason.CANCELLED
+    assert engine.cancelled == [request_id]
+
+
 def test_shutdown_in_the_middle_of_everything(start: Starter) -> None:
     """Threads that enqueue, cancel and wait get RuntimeError and end."""
     executor = start.executor(FAST)

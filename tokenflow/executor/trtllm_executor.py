@@ -6,6 +6,8 @@ written to it and read from it is in trtllm_values.py, what it has in hand in tr
 Facts of TensorRT-LLM 1.2 that shape this file:
 - responses are taken by one thread at a time, of all requests, in short waits;
 - a cancel before the first token after an enqueue would poison the reuse cache: it is kept;
+- the tokens of a step are ready before the statistics of the next one, so that who hears from those
+  that requests were paused may still be handed tokens from before the pause;
 - a failed step ends every active request with an error, and the next step is tried: after
   MAX_FAILED_STEPS of them in a row the engine is given up, and the end of its process is what
   makes the supervisor start another one;
@@ -69,6 +71,8 @@ class TrtllmExecutor:
         self._lock = threading.Lock()  # what is known of requests; held over an enqueue
         self._awaiting = threading.Lock()  # one thread takes responses
         self._live = LiveRequests(built.tokens_per_block)
+        self._num_waits = 0  # for responses, that have begun
+        self._last_stale_wait = 0  # up to it, tokens may be from before the engine's last pause
         self._failed_steps = FailedSteps()
         self._failure: str | None = None
         self._is_closing = self._is_shutdown = False
@@ -138,6 +142,8 @@ class TrtllmExecutor:
 
     def _take(self, wait: timedelta) -> list[Response]:
         """What came; called with `_awaiting` held."""
+        with self._lock:
+            self._num_waits += 1
         given = self._executor.await_responses(timeout=wait)
         responses: list[Response] = []
         with self._lock:
@@ -150,6 +156,8 @@ class TrtllmExecutor:
         return responses
 
     def _receive(self, response: Any) -> Response | None:
+        """Called with `_lock` held, while the last wait that has begun is the one that it came
+        with."""
         id = int(response.request_id)
         if id not in self._live:
             return None
@@ -161,7 +169,8 @@ class TrtllmExecutor:
         result = response.result
         if result.output_token_ids and result.output_token_ids[0]:
             self._failed_steps.succeeded()
-        mine, cancel_is_due = self._live.take(id, result)
+        is_stale = self._num_waits <= self._last_stale_wait
+        mine, cancel_is_due = self._live.take(id, result, is_stale=is_stale)
         if cancel_is_due:
             self._executor.cancel_request(id)
         return mine
@@ -186,7 +195,9 @@ class TrtllmExecutor:
 
     def _pull_stats(self) -> None:
         if self._failure is None and self._stats.pull(self._mean_context_tokens):
-            with self._lock:
+            with self._lock:  # the next wait takes all that is ready
+                is_one_ready = self._executor.get_num_responses_ready() > 0
+                self._last_stale_wait = self._num_waits + is_one_ready
                 self._live.paused_by_engine()
 
     def _mean_context_tokens(self) -> float:

@@ -99,18 +99,22 @@ class LiveRequests:
         failed = [self.fail(request_id, message) for request_id in self.ids()]
         return [response for response in failed if response is not None]
 
-    def take(self, request_id: int, given: Any) -> tuple[Response | None, bool]:
+    def take(
+        self, request_id: int, given: Any, *, is_stale: bool = False
+    ) -> tuple[Response | None, bool]:
         """A result of the engine: what the caller gets (None: nothing yet), and whether a kept
-        cancel is to be passed on now."""
+        cancel is to be passed on now. is_stale: its tokens may be from before the engine last
+        paused requests by itself, and so say nothing of what it computes now."""
         live = self._live[request_id]
         reason = finish_reason(given.finish_reasons[0])
         token_ids = list(given.output_token_ids[0]) if given.output_token_ids else []
         try:
             log_probs = _new_log_probs(live, given.log_probs, len(token_ids))
         except ValueError as error:
-            return self.fail(request_id, str(error)), True
-        is_due = bool(token_ids) and live.is_cancel_kept
-        if token_ids:
+            return self.fail(request_id, str(error)), not is_stale
+        is_past_context = bool(token_ids) and not is_stale
+        is_due = is_past_context and live.is_cancel_kept
+        if is_past_context:
             live.is_computing_context = live.is_cancel_kept = False
         live.num_generated += len(token_ids)
         if given.is_final:
