@@ -105,10 +105,12 @@ def test_errors_when_a_request_is_fetched_are_its_own(start: Starter) -> None:
 
 # -- failed steps ------------------------------------------------------------------------------
 
+NO_REUSE = {"enable_kv_cache_reuse": False, "scheduling_policy": "fcfs-reserve"}
+
 
 def test_steps_that_fail_again_and_again_end_the_engine(start: Starter, caplog: Any) -> None:
     folder = start.folder(Behind(vocab_size=VOCAB))
-    executor = start.executor(folder=folder)
+    executor = start.executor(folder=folder, **NO_REUSE)
     client = Client(executor)
     assert client.run((1, 2), 2).token_ids == [3, 4]
     (folder / FAIL_FILE).touch()
@@ -127,15 +129,32 @@ def test_steps_that_fail_again_and_again_end_the_engine(start: Starter, caplog: 
     executor.cancel_request(1)
 
 
-def test_a_single_failed_step_is_survived(start: Starter) -> None:
-    folder = start.folder(Behind(vocab_size=VOCAB))
-    client = Client(start.executor(folder=folder))
+@pytest.mark.parametrize("reuses", [True, False])
+def test_a_single_failed_step_is_survived(start: Starter, reuses: bool) -> None:
+    """In the middle of an answer; without reuse also in the middle of a prompt."""
+    folder = start.folder(Behind(vocab_size=VOCAB, step_s=0.001))
+    client = Client(start.executor(folder=folder, **({} if reuses else NO_REUSE)))
     for _ in range(2 * MAX_FAILED_STEPS):
+        request_id = client.enqueue((1, 2), 250)
+        if reuses:
+            client.wait_tokens(request_id, 1)
         (folder / FAIL_FILE).touch()
-        assert "CUDA error" in client.run((1, 2), 2).error
+        assert "CUDA error" in client.wait(request_id).error
         (folder / FAIL_FILE).unlink()
         assert client.run((1, 2), 2).token_ids == [3, 4]
     assert client.executor.can_enqueue_requests()
+
+
+def test_a_prompt_whose_step_failed_is_reused_by_nobody(start: Starter, caplog: Any) -> None:
+    """TensorRT-LLM keeps its blocks as if they had been computed."""
+    folder = start.folder(Behind(vocab_size=VOCAB))
+    client = Client(start.executor(folder=folder))
+    (folder / FAIL_FILE).touch()
+    assert "CUDA error" in client.run(LONG, 2).error
+    assert not client.executor.can_enqueue_requests()
+    assert "a step failed in the middle of a prompt" in caplog.text
+    with pytest.raises(EngineLostError, match="CUDA error"):
+        client.executor.enqueue_request(Request(input_token_ids=(1,), max_tokens=1))
 
 
 # -- statistics, events, pools -----------------------------------------------------------------

@@ -10,7 +10,8 @@ Facts of TensorRT-LLM 1.2 that shape this file:
   that requests were paused may still be handed tokens from before the pause;
 - a failed step ends every active request with an error, and the next step is tried: after
   MAX_FAILED_STEPS of them in a row the engine is given up, and the end of its process is what
-  makes the supervisor start another one;
+  makes the supervisor start another one; at once where it ended one in its context, of which
+  blocks that were not computed are now kept for reuse, as after such a cancel;
 - `shutdown` waits for active requests and no response can be fetched after it: so all are cancelled
   and their ends taken before it is called.
 
@@ -74,6 +75,8 @@ class TrtllmExecutor:
         self._num_waits = 0  # for responses, that have begun
         self._last_stale_wait = 0  # up to it, tokens may be from before the engine's last pause
         self._failed_steps = FailedSteps()
+        self._reuses_blocks = limits.kv_cache_config.enable_block_reuse
+        self._is_cache_spoiled = False  # it may give KV that was never computed
         self._failure: str | None = None
         self._is_closing = self._is_shutdown = False
         self._shutdown_lock = threading.Lock()
@@ -151,8 +154,13 @@ class TrtllmExecutor:
                 mine = self._receive(response)
                 if mine is not None:
                     responses.append(mine)
-            if self._failed_steps.num_in_a_row >= MAX_FAILED_STEPS and self._failure is None:
-                responses += self._give_up(responses)
+            num_failed = self._failed_steps.num_in_a_row
+            if self._failure is None and self._is_cache_spoiled:
+                why = "a step failed in the middle of a prompt, whose blocks would be reused"
+                responses += self._give_up(f"{why}: {_last_error(responses)}")
+            elif self._failure is None and num_failed >= MAX_FAILED_STEPS:
+                why = f"{num_failed} steps failed in a row, the last one with"
+                responses += self._give_up(f"{why}: {_last_error(responses)}")
         return responses
 
     def _receive(self, response: Any) -> Response | None:
@@ -165,6 +173,8 @@ class TrtllmExecutor:
             message = str(response.error_msg)
             if is_failed_step(message):
                 self._failed_steps.failed(id, self._live.ids())
+                if self._reuses_blocks and self._live.is_computing_context(id):
+                    self._is_cache_spoiled = True
             return self._live.fail(id, message)
         result = response.result
         if result.output_token_ids and result.output_token_ids[0]:
@@ -175,13 +185,9 @@ class TrtllmExecutor:
             self._executor.cancel_request(id)
         return mine
 
-    def _give_up(self, responses: Sequence[Response]) -> list[Response]:
+    def _give_up(self, why: str) -> list[Response]:
         """Every request alive ends now, and nothing is taken any more."""
-        last = next((r.error for r in reversed(responses) if r.error), "")
-        self._failure = (
-            f"The engine failed and takes no more requests: {MAX_FAILED_STEPS} steps failed in a "
-            f"row, the last one with: {last}"
-        )
+        self._failure = f"The engine failed and takes no more requests: {why}"
         logger.error("%s", self._failure)
         return self._live.fail_all(self._failure)
 
@@ -265,3 +271,7 @@ class TrtllmExecutor:
     def _check_running(self) -> None:
         if self._is_shutdown:
             raise RuntimeError("Shutdown called, the executor takes no further calls")
+
+
+def _last_error(responses: Sequence[Response]) -> str:
+    return next((r.error for r in reversed(responses) if r.error), "")

@@ -67,6 +67,10 @@ class LiveRequests:
             request = msgspec.structs.replace(request, lora_config=None)
         self._live[request_id] = LiveRequest(request)
 
+    def is_computing_context(self, request_id: int) -> bool:
+        """True if it may be in the middle of its context."""
+        return self._live[request_id].is_computing_context
+
     def want_cancel(self, request_id: int) -> bool:
         """Somebody cancels it; True if the engine may be told now."""
         live = self._live.get(request_id)
