@@ -45,6 +45,7 @@ from triton_backend.launcher import TritonServer
 
 # Names in results -> the product's policies.
 POLICIES = {"fcfs": "fcfs-reserve", "tokenflow": "tokenflow"}
+_SET_BY_RUNS = ("scheduling_policy", "trace_path")
 
 # Plays the requests against a server; gets the run's folder and a label for its progress bar.
 Player = Callable[[TritonServer, list[ClientRequest], Path, str], WorkloadRecord]
@@ -189,12 +190,15 @@ def _run_values(played: Played) -> dict[str, Any]:
 
 
 def parse_settings(pairs: Sequence[str], base: Mapping[str, str] = DEMO_ENGINE) -> dict[str, str]:
-    """Engine settings (`base`: those of the demo) with `NAME=VALUE` pairs laid over them."""
+    """Engine settings (`base`: those of the demo) with `NAME=VALUE` pairs laid over them. Raises
+    BenchmarkError for what is no such pair, and for what every run sets by itself."""
     settings = dict(base)
     for pair in pairs:
         name, separator, value = pair.partition("=")
         if not separator:
             raise BenchmarkError(f"--set wants NAME=VALUE, got {pair!r}")
+        if name in _SET_BY_RUNS:
+            raise BenchmarkError(f"--set {name}: each run has its own")
         settings[name] = value
     return settings
 
@@ -204,8 +208,9 @@ def find_model(model_path: Path | None) -> Path:
     from build_engines.fetch import default_model_path
 
     model_path = model_path or default_model_path()
-    if not (model_path / "config.json").exists():
-        raise BenchmarkError(f"no model at {model_path}; run: tokenflow model fetch")
+    for name in ("config.json", "tokenizer.json"):
+        if not (model_path / name).exists():
+            raise BenchmarkError(f"no {name} at {model_path}; run: tokenflow model fetch")
     return model_path
 
 

@@ -12,7 +12,7 @@ import pytest
 from build_engines.tiny import make_tiny_model
 from perf import burst_pa
 from perf.analysis import BenchmarkError
-from perf.comparison import collect, parse_settings, publish, run_interleaved
+from perf.comparison import collect, find_model, parse_settings, publish, run_interleaved
 from perf.demo import play_demo
 from perf.report import format_table
 from perf.workloads import NEWCOMER, READER, ClientRequest, FileTokenizer
@@ -93,6 +93,14 @@ def test_settings_are_laid_over_the_demo_s() -> None:
     assert settings["max_tokens_in_paged_kv_cache"] == "4096"
     with pytest.raises(BenchmarkError, match="NAME=VALUE"):
         parse_settings(["num_threads"])
+    with pytest.raises(BenchmarkError, match="--set scheduling_policy: each run has its own"):
+        parse_settings(["scheduling_policy=fcfs-reserve"])
+
+
+def test_a_folder_without_a_tokenizer_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    with pytest.raises(BenchmarkError, match=r"no tokenizer\.json at"):
+        find_model(tmp_path)
 
 
 def test_inter_token_gaps_do_not_cross_requests() -> None:
