@@ -15,6 +15,7 @@ from typing import Any
 
 from build_engines.model_shapes import ModelShape
 from build_engines.recipes import FAMILIES, Family
+from build_engines.rotary import require_older_names
 from build_engines.weight_files import WeightFiles, read_weights, require_tensors
 from tokenflow.errors import ConfigError
 
@@ -197,6 +198,7 @@ def _positions(config: Mapping[str, Any]) -> int:
         raise ConfigError(
             "rope_scaling", f"type must be one of {', '.join(_ROPE_TYPES)}, got {kind!r}"
         )
+    require_older_names(config)
     if kind == "linear":
         factor = rope.get("factor")
         if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor <= 64:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from build_engines.rotary import add_older_names
 from tokenflow.errors import TokenFlowError
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def convert_gguf(gguf_path: Path, model: Path, progress: Progress) -> None:
     except KeyError as error:
         raise FetchError(f"{gguf_path}: {error} is missing or not known") from error
     config.save_pretrained(model)
+    add_older_names(model)
     _write_tokenizer(transformers, gguf_path, config, model)
     safetensors.torch.save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     (model / "model.safetensors").chmod(0o644)  # safetensors writes it for the owner only

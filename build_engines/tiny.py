@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from build_engines.rotary import add_older_names
 from tokenflow.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def make_tiny_model(
     weights = _random_weights(kind, config, seed)
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(target)
+    add_older_names(target)
     (target / "generation_config.json").write_text(
         json.dumps({"bos_token_id": 1, "eos_token_id": [2, 0], "pad_token_id": 2})
     )

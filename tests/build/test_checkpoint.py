@@ -141,6 +141,17 @@ BROKEN = {
         config(rope_scaling={"rope_type": "yarn", "factor": 4}),
         "rope_scaling: type must be one of default, llama3, linear, got 'yarn'",
     ),
+    "base of the positions where converters do not look": (
+        config(rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+        'rope_theta: stands in rope_parameters alone, .* write "rope_theta": 500000.0 among',
+    ),
+    "scaling where converters do not look": (
+        config(
+            rope_theta=5e5,
+            rope_parameters={"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5},
+        ),
+        'rope_scaling: stands .* write "rope_scaling": {"rope_type": "llama3", "factor": 8.0} amo',
+    ),
     "scaling without a factor": (config(rope_scaling={"type": "linear"}), "factor must be in"),
     "scaling as a list": (config(rope_scaling=[]), r"rope_scaling: must be an object, got \[\]"),
     "tied as text": (
@@ -330,6 +341,8 @@ def test_positions_reach_as_far_as_their_scaling_says(tmp_path: Path) -> None:
     assert reach("linear", rope_scaling={"rope_type": "linear", "factor": 2.0}) == 8192
     assert reach("llama3", rope_scaling={"rope_type": "llama3", "factor": 8.0}) == 4096
     assert reach("newer", rope_parameters={"rope_type": "default"}, rope_scaling=None) == 4096
+    both = {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    assert reach("both", **both) == 4096
 
 
 @pytest.mark.parametrize(

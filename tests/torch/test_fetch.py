@@ -128,6 +128,8 @@ def test_conversion_gives_back_the_checkpoint(
         logits = [m(input_ids=torch.tensor([ids])).logits for m in (original, converted)]
     assert torch.equal(*logits)
     assert GenerationConfig.from_pretrained(target).eos_token_id == [2, 0]
+    config = json.loads((target / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10_000.0
     text = "naïve reader 😀 reads  12 lines\n\t<|im_end|>"
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     token_ids = tokenizer.encode(text).ids
